@@ -1,0 +1,73 @@
+"""npdecoder: a Transformer in plain NumPy, its backward pass written by hand and proven."""
+
+from npdecoder.blocks import (
+    Decoder,
+    DecoderLayer,
+    Encoder,
+    EncoderLayer,
+    FeedForward,
+    MemoryAttention,
+    MemoryProjection,
+    MultiHeadAttention,
+)
+from npdecoder.core import Layer, Parameter
+from npdecoder.gradcheck import gradcheck
+from npdecoder.layers import (
+    GELU,
+    CrossEntropy,
+    Dropout,
+    Embedding,
+    LayerNorm,
+    LearnedPositions,
+    Linear,
+    ReLU,
+    ScaledDotProductAttention,
+    SinusoidalPositions,
+    Softmax,
+    Unembedding,
+    log_softmax,
+    softmax,
+)
+from npdecoder.masks import causal_mask, padding_mask, target_mask
+from npdecoder.models import Transformer, TransformerConfig
+
+__version__ = "0.1.0"
+
+__all__ = [  # noqa: RUF022  (grouped as the README explains them)
+    # core
+    "Parameter",
+    "Layer",
+    # masks
+    "causal_mask",
+    "padding_mask",
+    "target_mask",
+    # layers
+    "Linear",
+    "Embedding",
+    "Unembedding",
+    "SinusoidalPositions",
+    "LearnedPositions",
+    "Softmax",
+    "softmax",
+    "log_softmax",
+    "LayerNorm",
+    "ReLU",
+    "GELU",
+    "Dropout",
+    "ScaledDotProductAttention",
+    "CrossEntropy",
+    # blocks
+    "MultiHeadAttention",
+    "MemoryProjection",
+    "MemoryAttention",
+    "FeedForward",
+    "EncoderLayer",
+    "Encoder",
+    "DecoderLayer",
+    "Decoder",
+    # models
+    "TransformerConfig",
+    "Transformer",
+    # proof
+    "gradcheck",
+]

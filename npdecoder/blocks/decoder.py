@@ -1,0 +1,295 @@
+"""DecoderLayer: masked self-attention, cross-attention and feed-forward, each on a residual path;
+Decoder: a stack of them.
+
+cross_attention says where the keys and values of the memory come from:
+    "per_layer"  every layer projects the memory itself (Vaswani et al. 2017)
+    "shared"     the Decoder projects it once, for all layers (the articles' S1): a layer takes the
+                 pair (K, V) as its memory
+    "none"       there is no memory: a decoder-only stack, of layers with two sublayers
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from npdecoder.blocks.feed_forward import FeedForward, FeedForwardContext
+from npdecoder.blocks.multi_head_attention import (
+    AttendContext,
+    MemoryAttention,
+    MemoryProjection,
+    MultiHeadAttention,
+    MultiHeadAttentionContext,
+    ProjectContext,
+)
+from npdecoder.blocks.residual import LeaveContext, Residual
+from npdecoder.core import Array, Layer, as_sequences, construction_rng, one_of, positive_int
+from npdecoder.layers.layer_norm import LayerNorm, LayerNormContext
+
+CROSS_ATTENTION = ("per_layer", "shared", "none")
+
+
+class CrossAttentionContext(NamedTuple):
+    enter: LayerNormContext | None
+    attention: MultiHeadAttentionContext | AttendContext
+    leave: LeaveContext
+
+
+class DecoderLayerContext(NamedTuple):
+    enter1: LayerNormContext | None
+    self_attention: MultiHeadAttentionContext
+    leave1: LeaveContext
+    cross: CrossAttentionContext | None
+    enter_last: LayerNormContext | None
+    feed_forward: FeedForwardContext
+    leave_last: LeaveContext
+
+
+class DecoderLayer(Layer):
+    """Pre-LN:   x1 = x  + self_attention(norm1(x), target_mask)
+              x2 = x1 + cross_attention(norm2(x1), memory, memory_mask)
+              y  = x2 + feed_forward(norm3(x2))
+    Post-LN has each norm after its sum. Without cross-attention the second line is not there, and
+    the feed-forward's norm is norm2.
+
+    cross_attention: "per_layer" (memory is an array), "shared" (memory is the pair (K, V) that was
+    projected before; no W_k and W_v here) or "none". The other options are those of EncoderLayer.
+
+    Sources: Vaswani et al. 2017, 3.1 (post); Xiong et al. 2020 (pre).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        d_ff: int | None = None,
+        *,
+        d_k: int | None = None,
+        d_v: int | None = None,
+        cross_attention: str = "per_layer",
+        norm: str = "pre",
+        norm_bias: bool = True,
+        norm_eps: float = 1e-5,
+        attention_bias: bool = False,
+        feed_forward_bias: bool = True,
+        activation: str = "relu",
+        dropout: float = 0.0,
+        attention_dropout: float | None = None,
+        rng: np.random.Generator | int | None = None,
+        dtype: DTypeLike = np.float32,
+    ) -> None:
+        rng = construction_rng(rng)
+        one_of("cross_attention", cross_attention, CROSS_ATTENTION)
+        attention_dropout = dropout if attention_dropout is None else attention_dropout
+        attention_options = (d_model, num_heads, d_k, d_v, attention_bias, attention_dropout)
+        norm_options = (d_model, norm_eps, norm_bias)
+
+        self.self_attention = MultiHeadAttention(*attention_options, rng=rng, dtype=dtype)
+        self.cross_attention: MultiHeadAttention | MemoryAttention | None = None
+        if cross_attention == "per_layer":
+            self.cross_attention = MultiHeadAttention(*attention_options, rng=rng, dtype=dtype)
+        elif cross_attention == "shared":
+            self.cross_attention = MemoryAttention(*attention_options, rng=rng, dtype=dtype)
+        self.feed_forward = FeedForward(
+            d_model, d_ff, activation, feed_forward_bias, dropout, rng=rng, dtype=dtype
+        )
+        self.norm1 = LayerNorm(*norm_options, dtype=dtype)
+        self.norm2 = LayerNorm(*norm_options, dtype=dtype)
+        self.residual1 = Residual(self.norm1, norm, dropout)
+        self.residual2 = Residual(self.norm2, norm, dropout)
+        if self.cross_attention is not None:
+            self.norm3 = LayerNorm(*norm_options, dtype=dtype)
+            self.residual3 = Residual(self.norm3, norm, dropout)
+        self.residual_last = self.residual2 if self.cross_attention is None else self.residual3
+
+    def forward(
+        self,
+        x: ArrayLike,
+        memory: ArrayLike | tuple[Array, Array] | None = None,
+        target_mask: ArrayLike | None = None,
+        memory_mask: ArrayLike | None = None,
+        rng: np.random.Generator | None = None,
+    ) -> tuple[Array, DecoderLayerContext]:
+        """x (B, T, d_model) and memory -> y (B, T, d_model).
+
+        memory: (B, S, d_model); if shared, the pair K (B, h, S, d_k), V (B, h, S, d_v).
+        target_mask: (T, T) or 4 dimensions, for the self-attention (causality is a mask like any
+        other: None makes everything visible). memory_mask: (T, S) or 4 dimensions.
+
+        Errors: ValueError for shapes that do not fit, and for a memory where none is used, or none
+        where one is.
+        """
+        gamma = self.norm1.gamma.value
+        x = as_sequences("x", x, len(gamma), gamma.dtype)
+        self._check_memory(memory)
+        # 1. self-attention
+        h1, enter1 = self.residual1.enter(x)
+        s1, self_attention = self.self_attention.forward(h1, h1, h1, target_mask, rng)
+        x1, leave1 = self.residual1.leave(x, s1, rng)
+        # 2. cross-attention
+        x2, cross = self._cross_forward(x1, memory, memory_mask, rng)
+        # 3. feed-forward
+        h3, enter_last = self.residual_last.enter(x2)
+        s3, feed_forward = self.feed_forward.forward(h3, rng)
+        y, leave_last = self.residual_last.leave(x2, s3, rng)
+        return y, DecoderLayerContext(
+            enter1, self_attention, leave1, cross, enter_last, feed_forward, leave_last
+        )
+
+    def backward(self, ctx: DecoderLayerContext, dy: ArrayLike) -> Any:
+        """dy (B, T, d_model) -> (dx, dmemory); if shared (dx, dK, dV); dx without cross-attention.
+
+        The same calls, in reverse. x1 and x2 go past a sublayer and through it: their gradients are
+        the sum of both ways.
+        """
+        # 3. feed-forward
+        dx2, ds3 = self.residual_last.leave_backward(ctx.leave_last, np.asarray(dy))
+        dh3 = self.feed_forward.backward(ctx.feed_forward, ds3)
+        dx2 = dx2 + self.residual_last.enter_backward(ctx.enter_last, dh3)
+        # 2. cross-attention
+        dx1, *dmemory = self._cross_backward(ctx.cross, dx2)
+        # 1. self-attention
+        dx, ds1 = self.residual1.leave_backward(ctx.leave1, dx1)
+        dquery, dkey, dvalue = self.self_attention.backward(ctx.self_attention, ds1)
+        dh1 = dquery + dkey + dvalue
+        dx = dx + self.residual1.enter_backward(ctx.enter1, dh1)
+        return (dx, *dmemory) if dmemory else dx
+
+    def _cross_forward(
+        self, x1: Array, memory: Any, mask: ArrayLike | None, rng: np.random.Generator | None
+    ) -> tuple[Array, CrossAttentionContext | None]:
+        if self.cross_attention is None:
+            return x1, None
+        attention: MultiHeadAttentionContext | AttendContext
+        h2, enter = self.residual2.enter(x1)
+        if isinstance(self.cross_attention, MultiHeadAttention):
+            s2, attention = self.cross_attention.forward(h2, memory, memory, mask, rng)
+        else:
+            K, V = memory
+            s2, attention = self.cross_attention.attend(h2, K, V, mask, rng)
+        x2, leave = self.residual2.leave(x1, s2, rng)
+        return x2, CrossAttentionContext(enter, attention, leave)
+
+    def _cross_backward(self, ctx: CrossAttentionContext | None, dx2: Array) -> tuple[Array, ...]:
+        """dx2 -> dx1, and beside it dmemory, or dK and dV, or nothing."""
+        if self.cross_attention is None or ctx is None:
+            return (dx2,)
+        dmemory: tuple[Array, ...]
+        dx1, ds2 = self.residual2.leave_backward(ctx.leave, dx2)
+        dh2, *dmemory_parts = self.cross_attention.backward(ctx.attention, ds2)  # type: ignore[arg-type]
+        if isinstance(self.cross_attention, MultiHeadAttention):
+            dmemory = (dmemory_parts[0] + dmemory_parts[1],)  # memory was key and value at once
+        else:
+            dmemory = tuple(dmemory_parts)
+        dx1 = dx1 + self.residual2.enter_backward(ctx.enter, dh2)
+        return (dx1, *dmemory)
+
+    def _check_memory(self, memory: Any) -> None:
+        if self.cross_attention is None:
+            if memory is not None:
+                raise ValueError("memory was given, but this layer has no cross-attention")
+        elif memory is None:
+            raise ValueError("memory is None, but this layer has cross-attention")
+        elif not isinstance(self.cross_attention, MultiHeadAttention) and (
+            not isinstance(memory, tuple) or len(memory) != 2
+        ):
+            raise ValueError("memory is not a pair (K, V), which a layer with shared memory needs")
+
+
+class DecoderContext(NamedTuple):
+    project: ProjectContext | None
+    layers: list[DecoderLayerContext]
+    norm: LayerNormContext | None
+
+
+class Decoder(Layer):
+    """num_layers DecoderLayers, each with its own weights, and a final LayerNorm `norm`.
+
+    final_norm: whether there is one; None: only if norm is "pre", whose layers end without.
+    cross_attention "shared": the Decoder owns the one MemoryProjection.
+    options: those of DecoderLayer.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        d_model: int,
+        num_heads: int,
+        d_ff: int | None = None,
+        *,
+        d_k: int | None = None,
+        d_v: int | None = None,
+        cross_attention: str = "per_layer",
+        norm: str = "pre",
+        final_norm: bool | None = None,
+        norm_bias: bool = True,
+        norm_eps: float = 1e-5,
+        attention_bias: bool = False,
+        rng: np.random.Generator | int | None = None,
+        dtype: DTypeLike = np.float32,
+        **options: Any,
+    ) -> None:
+        rng = construction_rng(rng)
+        options |= {"norm": norm, "norm_bias": norm_bias, "norm_eps": norm_eps, "dtype": dtype}
+        options |= {"d_k": d_k, "d_v": d_v, "attention_bias": attention_bias}
+        self.memory_projection: MemoryProjection | None = None
+        if cross_attention == "shared":
+            self.memory_projection = MemoryProjection(
+                d_model, num_heads, d_k, d_v, attention_bias, rng=rng, dtype=dtype
+            )
+        self.layers = [
+            DecoderLayer(
+                d_model, num_heads, d_ff, cross_attention=cross_attention, rng=rng, **options
+            )
+            for _ in range(positive_int("num_layers", num_layers))
+        ]
+        final_norm = norm == "pre" if final_norm is None else final_norm
+        self.norm = LayerNorm(d_model, norm_eps, norm_bias, dtype=dtype) if final_norm else None
+
+    def forward(
+        self,
+        x: ArrayLike,
+        memory: ArrayLike | None = None,
+        target_mask: ArrayLike | None = None,
+        memory_mask: ArrayLike | None = None,
+        rng: np.random.Generator | None = None,
+    ) -> tuple[Array, DecoderContext]:
+        """x (B, T, d_model), memory (B, S, d_model) -> y (B, T, d_model).
+
+        Masks and errors: as in DecoderLayer, for every layer.
+        """
+        project = None
+        layer_memory: Any = memory
+        if self.memory_projection is not None:
+            if memory is None:
+                raise ValueError("memory is None, but this decoder has cross-attention")
+            layer_memory, project = self.memory_projection.forward(memory)
+        layers = []
+        for layer in self.layers:
+            x, ctx = layer.forward(x, layer_memory, target_mask, memory_mask, rng)
+            layers.append(ctx)
+        norm = None
+        if self.norm is not None:
+            x, norm = self.norm.forward(x)
+        return np.asarray(x), DecoderContext(project, layers, norm)
+
+    def backward(self, ctx: DecoderContext, dy: ArrayLike) -> Any:
+        """dy (B, T, d_model) -> (dx, dmemory), or dx without cross-attention.
+
+        Every layer reads the same memory (or the same K, V), so that dL is the sum over the layers
+        of (dL/dmemory of the layer) . dmemory: its gradient is the sum of the layers' gradients. If
+        shared, K and V are a function of the memory: the sums dK and dV go back through it once.
+        """
+        dx = np.asarray(dy)
+        if self.norm is not None and ctx.norm is not None:
+            dx = self.norm.backward(ctx.norm, dx)
+        dmemory: list[Array] = []  # one array, or dK and dV, or none
+        for layer, layer_ctx in zip(reversed(self.layers), reversed(ctx.layers)):
+            grads = layer.backward(layer_ctx, dx)
+            dx, *parts = grads if isinstance(grads, tuple) else (grads,)
+            dmemory = [a + b for a, b in zip(dmemory, parts)] if dmemory else parts
+        if self.memory_projection is not None and ctx.project is not None:
+            dmemory = [self.memory_projection.backward(ctx.project, (dmemory[0], dmemory[1]))]
+        return (dx, *dmemory) if dmemory else dx

@@ -1,0 +1,334 @@
+"""Parameter and Layer, and the checks of arguments that every layer shares.
+
+The layer contract:
+
+    y, ctx = layer.forward(x, ...)     # ctx holds what backward needs; the layer remembers nothing
+    dx     = layer.backward(ctx, dy)   # dx = dLoss/dx; adds to the .grad of each parameter
+    y      = layer(x, ...)             # inference: forward, with ctx dropped
+
+backward returns the gradients of forward's differentiable arguments in their order: one array for
+one, a tuple for several, the empty tuple for none. No call writes into its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+Array = NDArray[Any]
+
+FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.longdouble))
+
+
+class Parameter:
+    """A weight and its gradient.
+
+    value: the array of the weight, a copy of what the constructor was given.
+    grad:  dLoss/dvalue, of the same shape and dtype; zeros, allocated when it is first read.
+
+    Neither array is ever rebound (but by astype): assigning copies into place, so views stay true.
+    Both `p.value -= lr * p.grad` and `p.grad += dW` work in place.
+
+    Errors: TypeError for a value that is not float32, float64 or longdouble; ValueError on
+    assigning an array of another shape.
+    """
+
+    __slots__ = ("_grad", "_value")
+
+    def __init__(self, value: ArrayLike) -> None:
+        array = np.array(value, order="C", subok=False)
+        self._value: Array = array.astype(float_dtype("value", array.dtype), copy=False)
+        self._grad: Array | None = None
+
+    @property
+    def value(self) -> Array:
+        return self._value
+
+    @value.setter
+    def value(self, new: Array) -> None:
+        _copy_into(self._value, "value", new)
+
+    @property
+    def grad(self) -> Array:
+        if self._grad is None:
+            self._grad = np.zeros_like(self._value)
+        return self._grad
+
+    @grad.setter
+    def grad(self, new: Array) -> None:
+        _copy_into(self.grad, "grad", new)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._value.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._value.dtype
+
+    @property
+    def size(self) -> int:
+        return self._value.size
+
+    def zero_grad(self) -> None:
+        if self._grad is not None:
+            self._grad.fill(0)
+
+    def astype(self, dtype: DTypeLike) -> Parameter:
+        """Convert value and grad to dtype in place (the one call that rebinds them)."""
+        dtype = float_dtype("dtype", dtype)
+        if dtype != self._value.dtype:
+            self._value = self._value.astype(dtype)
+            self._grad = None if self._grad is None else self._grad.astype(dtype)
+        return self
+
+    def __repr__(self) -> str:
+        return f"Parameter(shape={self.shape}, dtype={self.dtype})"
+
+
+def _copy_into(array: Array, name: str, new: ArrayLike) -> None:
+    if new is array:  # the end of `p.grad += dW`, which has already worked in place
+        return
+    new = np.asarray(new)
+    if new.shape != array.shape:
+        raise ValueError(f"Parameter.{name} has shape {array.shape}, got {new.shape}")
+    np.copyto(array, new, casting="same_kind")
+
+
+class LoadResult(NamedTuple):
+    """What load_state_dict did not load: names that were missing, unexpected or misshapen."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    misshapen: tuple[str, ...]
+
+
+class Layer:
+    """Base class: finds parameters among the attributes; subclasses define forward and backward."""
+
+    def forward(self, *inputs: Any, **options: Any) -> tuple[Any, Any]:
+        raise NotImplementedError(f"{type(self).__name__} does not define forward")
+
+    def backward(self, ctx: Any, dy: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} does not define backward")
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """Inference: forward's output, with the context dropped."""
+        return self.forward(*inputs, **options)[0]
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Pairs (dotted name, Parameter) in the order of construction.
+
+        A Parameter that is used in several places comes once, under its first name.
+        """
+        seen: set[int] = set()
+        for name, parameter in _walk(self, ""):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
+
+    def parameters(self) -> list[Parameter]:
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def num_parameters(self) -> int:
+        """How many numbers can be trained; a shared Parameter counts once."""
+        return sum(parameter.size for parameter in self.parameters())
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters():
+            parameter.zero_grad()
+
+    def astype(self, dtype: DTypeLike) -> Any:
+        """Convert all parameters to dtype (float32, float64, longdouble) in place; returns self."""
+        dtype = float_dtype("dtype", dtype)
+        for parameter in self.parameters():
+            parameter.astype(dtype)
+        return self
+
+    def state_dict(self) -> dict[str, Array]:
+        """Copies of the values by name; a shared Parameter is there once, under its first name."""
+        return {name: parameter.value.copy() for name, parameter in self.named_parameters()}
+
+    def load_state_dict(self, mapping: Mapping[str, ArrayLike], strict: bool = True) -> LoadResult:
+        """Copy arrays into the parameters of these names; float arrays of any width are converted.
+
+        All or nothing: everything is checked before the first parameter is written.
+
+        Errors: ValueError that lists every missing, unexpected and misshapen name, if strict; else
+        these names are returned, and it is an error if nothing fits at all. TypeError for an array
+        that does not hold floats; ValueError for numbers that overflow the parameter's dtype.
+        """
+        parameters = dict(self.named_parameters())
+        arrays = {name: np.asarray(array) for name, array in mapping.items()}
+        missing = [name for name in parameters if name not in arrays]
+        unexpected = [name for name in arrays if name not in parameters]
+        common = [name for name in parameters if name in arrays]
+        misshapen = [name for name in common if arrays[name].shape != parameters[name].shape]
+        fitting = [name for name in common if name not in set(misshapen)]
+
+        problems = [f"missing {name}" for name in missing]
+        problems += [f"unexpected {name}" for name in unexpected]
+        problems += [
+            f"misshapen {name}: expected {parameters[name].shape}, got {arrays[name].shape}"
+            for name in misshapen
+        ]
+        if problems and (strict or not fitting):
+            what = "does not fit" if strict else "has no array that fits"
+            raise ValueError(f"state dict {what} {type(self).__name__}: " + "; ".join(problems))
+
+        for name in fitting:
+            arrays[name] = _converted(name, arrays[name], parameters[name].dtype)
+        for name in fitting:
+            parameters[name].value = arrays[name]
+        return LoadResult(tuple(missing), tuple(unexpected), tuple(misshapen))
+
+
+def _walk(value: Any, name: str) -> Iterator[tuple[str, Parameter]]:
+    if isinstance(value, Parameter):
+        yield name, value
+    elif isinstance(value, Layer):
+        for attribute, child in vars(value).items():
+            yield from _walk(child, f"{name}.{attribute}" if name else attribute)
+    elif isinstance(value, (list, tuple)):
+        for index, child in enumerate(value):
+            yield from _walk(child, f"{name}.{index}")
+
+
+def _converted(name: str, array: Array, dtype: np.dtype[Any]) -> Array:
+    if array.dtype.kind != "f":
+        raise TypeError(f"state dict entry {name} holds {array.dtype}, expected floats")
+    with np.errstate(over="ignore"):
+        converted = array.astype(dtype)
+    if not np.array_equal(np.isfinite(converted), np.isfinite(array)):
+        raise ValueError(f"state dict entry {name} overflows {dtype}")
+    return converted
+
+
+# Checks of arguments. Each names the argument, what came and what was expected.
+
+
+def float_dtype(name: str, dtype: DTypeLike) -> np.dtype[Any]:
+    """dtype in native byte order if it is float32, float64 or longdouble, else a TypeError."""
+    native = np.dtype(dtype).newbyteorder("=")
+    if native not in FLOAT_DTYPES:
+        raise TypeError(
+            f"{name} has dtype {native}, expected float32, float64 or longdouble "
+            f"(convert with .astype(np.float32))"
+        )
+    return native
+
+
+def as_array(name: str, x: ArrayLike, dtype: DTypeLike | None = None) -> Array:
+    """x as a native float array: of dtype if given, else of its own, which must be a float."""
+    array = np.asarray(x)
+    if dtype is None:
+        dtype = float_dtype(name, array.dtype)
+    elif array.dtype.kind not in "fiu":
+        raise TypeError(f"{name} has dtype {array.dtype}, expected real numbers")
+    return array.astype(dtype, copy=False)
+
+
+def as_input(name: str, x: ArrayLike, width: int, dtype: DTypeLike | None = None) -> Array:
+    """x as an array whose last axis has this width."""
+    array = as_array(name, x, dtype)
+    if array.ndim < 1 or array.shape[-1] != width:
+        raise ValueError(f"{name} has shape {array.shape}, expected (..., {width})")
+    return array
+
+
+def as_sequences(name: str, x: ArrayLike, width: int, dtype: DTypeLike | None = None) -> Array:
+    """x as an array (B, T, width): batch first."""
+    array = as_input(name, x, width, dtype)
+    if array.ndim != 3:
+        raise ValueError(f"{name} has shape {array.shape}, expected (B, T, {width}), batch first")
+    return array
+
+
+def as_gradient(name: str, dy: ArrayLike, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """dy as an array of the shape and dtype of the output it is the gradient of."""
+    array = as_array(name, dy, dtype)
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}, expected {shape}")
+    return array
+
+
+def as_ids(name: str, ids: ArrayLike, size: int) -> NDArray[np.intp]:
+    """ids as intp, each in [0, size); integers of any width and byte order are taken.
+
+    Errors: TypeError for anything but integers; IndexError for an id out of range, which NumPy
+    would otherwise wrap (-1 is the last row).
+    """
+    array = np.asarray(ids)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {array.dtype}, expected integers")
+    if array.size and (array.min() < 0 or array.max() >= size):
+        where = np.argwhere((array < 0) | (array >= size))[0]
+        index = tuple(int(i) for i in where)
+        raise IndexError(f"{name}{list(index)} is {array[index]}, expected an id in [0, {size})")
+    return array.astype(np.intp, copy=False)
+
+
+def positive_int(name: str, value: Any) -> int:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} is {value!r}, expected an integer")
+    if value < 1:
+        raise ValueError(f"{name} is {value}, expected at least 1")
+    return int(value)
+
+
+def fraction(name: str, value: Any) -> float:
+    """value as a float in [0, 1]; NaN is refused too."""
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} is {value}, expected a number in [0, 1]")
+    return float(value)
+
+
+def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
+    choices = tuple(choices)
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(map(repr, choices))}")
+    return str(value)
+
+
+def construction_rng(rng: np.random.Generator | int | None) -> np.random.Generator:
+    """The generator that initial weights are drawn from: rng itself, or one seeded with an int.
+
+    None takes a fresh seed from the system: two layers made without rng start differently.
+    """
+    return np.random.default_rng(rng)
+
+
+def dropout_rng(rng: np.random.Generator | None) -> np.random.Generator | None:
+    """rng as forward takes it: a Generator, or None for inference.
+
+    Errors: TypeError for an int, of which every dropout would draw the same mask.
+    """
+    if rng is not None and not isinstance(rng, np.random.Generator):
+        raise TypeError(f"rng is {rng!r}, expected None or a numpy.random.Generator: "
+                        "make one with np.random.default_rng(seed) and pass it to every call")
+    return rng
+
+
+def uniform_xavier(
+    rng: np.random.Generator, d_in: int, d_out: int, dtype: DTypeLike
+) -> Array:
+    """(d_in, d_out) from U(-a, a), a = sqrt(6 / (d_in + d_out)); Glorot and Bengio 2010, eq. 16."""
+    a = (6.0 / (d_in + d_out)) ** 0.5
+    return rng.uniform(-a, a, (d_in, d_out)).astype(dtype)
+
+
+def add_rows(grad: Array, ids: NDArray[np.intp], rows: Array) -> None:
+    """grad[ids[n]] += rows[n] for every n; the rows of a repeated id add up.
+
+    ids (N,), rows (N, d). `grad[ids] += rows` would keep one of the repeats and lose the others.
+    """
+    # Sorting brings equal ids together, and one reduceat sums each run: np.add.at(grad, ids, rows)
+    # does the same, many times slower.
+    order = np.argsort(ids, kind="stable")
+    sorted_ids = ids[order]
+    starts = np.flatnonzero(np.diff(sorted_ids, prepend=-1))
+    if len(starts):
+        grad[sorted_ids[starts]] += np.add.reduceat(rows[order], starts, axis=0)

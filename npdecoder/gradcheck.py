@@ -1,0 +1,387 @@
+"""gradcheck: compare a layer's backward with central differences of its forward, in float64."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from npdecoder.core import Array, one_of
+
+ZERO = 1e-9  # below this everywhere, a gradient is taken as zero
+
+
+@dataclass(frozen=True)
+class GradcheckRow:
+    """One tensor: an input, or a parameter of the layer.
+
+    index: where |analytic - numeric| is largest; None in directional mode
+    analytic, numeric: both numbers there; in directional mode the slopes along the direction
+    relative_error: max|a - n| / max(max|a|, max|n|) over the tensor; 0 if both are zero (1e-9)
+    note: what else was seen, or ""
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    index: tuple[int, ...] | None
+    analytic: float
+    numeric: float
+    relative_error: float
+    ok: bool
+    note: str
+
+
+class GradcheckReport:
+    """What gradcheck found. str(report) is a table of 80 columns.
+
+    .ok: whether every tensor agrees; .max_relative_error: the largest; .rows: one a tensor
+    """
+
+    def __init__(self, title: str, rows: list[GradcheckRow]) -> None:
+        self.title = title
+        self.rows = rows
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+    @property
+    def max_relative_error(self) -> float:
+        return max(row.relative_error for row in self.rows)
+
+    def __str__(self) -> str:
+        with_index = any(row.index is not None for row in self.rows)
+        widths = (28, 8, 9, 10, 10, 5, 4) if with_index else (38, 8, 0, 10, 10, 5, 4)
+        header = ("tensor", "shape", "worst at", "backward", "numeric", "error", "")
+        lines = [self.title, _line(widths, header)]
+        for row in self.rows:
+            cells = (
+                row.name,
+                ",".join(map(str, row.shape)) or "()",
+                ",".join(map(str, row.index or ())),
+                f"{row.analytic:.3e}",
+                f"{row.numeric:.3e}",
+                f"{row.relative_error:.0e}",
+                "ok" if row.ok else "FAIL",
+            )
+            lines.append(_line(widths, cells))
+            if row.note:
+                lines.append(f"    {row.note}")
+        failed = sum(not row.ok for row in self.rows)
+        lines.append(f"{failed} of {len(self.rows)} tensors failed" if failed else "all ok")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _line(widths: tuple[int, ...], cells: tuple[str, ...]) -> str:
+    """The cells in columns, the first to the left; a cell too long keeps its end."""
+    shown = [
+        cell if len(cell) <= width else ".." + cell[2 - width :]
+        for cell, width in zip(cells, widths)
+        if width
+    ]
+    widths = tuple(width for width in widths if width)
+    right = [cell.rjust(width) for cell, width in zip(shown[1:], widths[1:])]
+    return " ".join([shown[0].ljust(widths[0]), *right]).rstrip()
+
+
+def gradcheck(
+    layer: Any,
+    *inputs: Any,
+    mode: str = "full",
+    tolerance: float = 1e-6,
+    step: float = 1e-5,
+    seed: int = 0,
+    **keywords: Any,
+) -> GradcheckReport:
+    """Check layer.backward against central differences of layer.forward(*inputs, **keywords).
+
+    layer: any object with forward and backward as npdecoder.core describes them, and
+        named_parameters if it has parameters (a subclass of Layer has).
+    inputs: the positional arguments of forward. Float arrays (also in tuples) are differentiated;
+        integers, booleans and None are held fixed. backward must return one gradient for each float
+        input, in their order.
+    keywords: handed to forward as they are and not differentiated (mask=...). An rng= (a Generator,
+        or an int, the seed of one) starts from the same state at every call.
+    mode: "full" moves every element of every float input and parameter by itself; "directional"
+        moves each tensor along one random unit direction: two forwards a tensor, however large.
+    tolerance: on each tensor's relative error. step: of the differences, times max(1, |x|).
+    seed: of the upstream gradient and the directions.
+
+    The loss is sum(y * dy) with random dy, so that its slope along a tensor is numeric
+    sum((y(x + h) - y(x - h)) * dy) / 2h and analytic what backward(ctx, dy) returns or adds to
+    .grad. An entry that disagrees is tried again with steps ten times as large and as small. An
+    entry at a kink (ReLU at 0) may have any slope between those on its two sides. backward runs
+    twice, and must return the same and add the same again.
+
+    The layer's values and gradients are afterwards bit for bit what they were, also after an error;
+    the inputs are copied.
+
+    Errors: TypeError for a float32 (or float16) parameter or input, and for an integer input that
+    backward returned a gradient for; ValueError if two equal calls differ, if the output is not
+    finite, if the layer writes into its arguments or weights, or if there is nothing to check.
+    """
+    one_of("mode", mode, ("full", "directional"))
+    # a stream of our own: inputs made with default_rng(seed) shall not meet themselves as dy
+    rng = np.random.default_rng([seed, 1986])
+    check = _Check(layer, inputs, keywords, tolerance, step, rng)
+    try:
+        rows = [check.row(tensor, mode) for tensor in check.tensors()]
+    finally:
+        check.restore()
+    return GradcheckReport(
+        f"gradcheck of {type(layer).__name__}: {mode}, tolerance {tolerance:g}", rows
+    )
+
+
+class _Tensor(NamedTuple):
+    name: str
+    array: Array  # what forward reads; written to and restored
+    analytic: Array
+    note: str
+
+
+class _Check:
+    def __init__(
+        self,
+        layer: Any,
+        inputs: tuple[Any, ...],
+        keywords: dict[str, Any],
+        tolerance: float,
+        step: float,
+        rng: np.random.Generator,
+    ) -> None:
+        self.layer, self.keywords = layer, keywords
+        self.tolerance, self.step, self.rng = tolerance, step, rng
+        self.inputs = tuple(_copy(value) for value in inputs)
+        names = _argument_names(layer, len(inputs))
+        self.leaves = [leaf for n, x in zip(names, self.inputs) for leaf in _leaves(n, x)]
+        self.floats = [(name, x) for name, x in self.leaves if x.dtype.kind == "f"]
+        self.parameters = dict(getattr(layer, "named_parameters", dict)())
+        for name, x in self.floats:
+            _refuse_narrow(name, x, f"{name}.astype(np.float64)")
+        for name, p in self.parameters.items():
+            _refuse_narrow(name, p.value, "layer.astype(np.float64)")
+        self.saved = {name: (p.value.copy(), p.grad.copy()) for name, p in self.parameters.items()}
+
+    def restore(self) -> None:
+        for name, p in self.parameters.items():
+            value, grad = self.saved[name]
+            p.value[...], p.grad[...] = value, grad
+
+    def forward(self) -> tuple[Any, Any]:
+        keywords = dict(self.keywords)
+        rng = keywords.get("rng")
+        if rng is not None:
+            generator = isinstance(rng, np.random.Generator)
+            keywords["rng"] = copy.deepcopy(rng) if generator else np.random.default_rng(rng)
+        y, ctx = self.layer.forward(*self.inputs, **keywords)
+        return y, ctx
+
+    def outputs(self) -> list[Array]:
+        """forward's output as a list of copies (y may be a view of the input)."""
+        return [y.copy() for _, y in _leaves("output", self.forward()[0])]
+
+    def tensors(self) -> Iterator[_Tensor]:
+        """Run forward and backward, refuse what is wrong at once, and list what to compare."""
+        before = [x.copy() for _, x in self.leaves]
+        y, ctx = self.forward()
+        self.y = [leaf.copy() for _, leaf in _leaves("output", y)]
+        for leaf in self.y:
+            _refuse_narrow("the output", leaf, "constants of the layer to float64 too")
+            if not np.isfinite(leaf).all():
+                raise ValueError("the output is not finite: there is no slope to compare with")
+        if not all(np.array_equal(a, b) for a, b in zip(self.y, self.outputs())):
+            raise ValueError(
+                "two equal calls of forward differ: pass rng= (it is re-seeded before every call), "
+                "or remove what changes between calls"
+            )
+        dy = _map(lambda leaf: self.rng.standard_normal(leaf.shape), y)
+        self.dy = [leaf.copy() for _, leaf in _leaves("dy", dy)]
+
+        for p in self.parameters.values():
+            p.grad[...] = 0.0
+        grads = self.gradients(ctx, dy)
+        parameter_grads = {name: p.grad.copy() for name, p in self.parameters.items()}
+        again = self.gradients(ctx, dy)
+        self.refuse_writes(before, dy)
+        self.refuse_miscounts(grads)
+
+        for (name, x), grad, second in zip(self.floats, grads, again):
+            same = np.array_equal(grad, second, equal_nan=True)
+            note = "" if same else "a second backward returned another gradient"
+            yield _Tensor(name, x, grad, note)
+        for name, p in self.parameters.items():
+            grad = parameter_grads[name]
+            added = np.allclose(p.grad, 2.0 * grad, rtol=1e-12, atol=0.0, equal_nan=True)
+            note = "" if added else "a second backward did not add the same to .grad (is it +=?)"
+            yield _Tensor(name, p.value, grad, note)
+
+    def gradients(self, ctx: Any, dy: Any) -> list[Array]:
+        returned = self.layer.backward(ctx, dy)
+        return [grad.copy() for _, grad in _leaves("gradient", returned)]
+
+    def refuse_writes(self, before: list[Array], dy: Any) -> None:
+        for (name, x), old in zip(self.leaves, before):
+            if not np.array_equal(x, old, equal_nan=x.dtype.kind == "f"):
+                raise ValueError(f"the layer wrote into its argument {name}")
+        if not all(np.array_equal(a, b) for (_, a), b in zip(_leaves("dy", dy), self.dy)):
+            raise ValueError("backward wrote into dy")
+        for name, p in self.parameters.items():
+            if not np.array_equal(p.value, self.saved[name][0], equal_nan=True):
+                raise ValueError(f"forward or backward changed the weight {name}")
+
+    def refuse_miscounts(self, grads: list[Array]) -> None:
+        names = [name for name, _ in self.floats]
+        integers = [name for name, x in self.leaves if x.dtype.kind in "iu"]
+        if len(grads) > len(names) and integers:
+            raise TypeError(
+                f"backward returned {len(grads)} gradients, but {', '.join(integers)} holds "
+                f"integers, which no small step can move: convert with .astype(np.float64)"
+            )
+        if len(grads) != len(names):
+            raise ValueError(
+                f"backward returned {len(grads)} gradients for {len(names)} float inputs "
+                f"({', '.join(names)}): pass what has no gradient by keyword"
+            )
+        if not names and not self.parameters:
+            raise ValueError("there is nothing to check: no float input and no parameter")
+
+    def row(self, tensor: _Tensor, mode: str) -> GradcheckRow:
+        name, array, analytic, note = tensor
+        if analytic.shape != array.shape:
+            note = f"the gradient has shape {analytic.shape}"
+            nan, inf = float("nan"), float("inf")
+            return GradcheckRow(name, array.shape, None, nan, nan, inf, False, note)
+
+        start = array.copy()
+        moves: list[tuple[Callable[[float], Array], float]]
+        if mode == "directional":
+            direction = self.rng.standard_normal(array.shape)
+            direction /= np.linalg.norm(direction) or 1.0
+            size = self.step * max(1.0, float(np.abs(start).max(initial=0.0)))
+            moves = [(lambda t: start + t * direction, size)]
+            a = np.array([(analytic * direction).sum()])
+        else:
+            moves = [
+                (_mover(start, i), self.step * max(1.0, abs(float(start.flat[i]))))
+                for i in range(array.size)
+            ]
+            a = analytic.reshape(-1)
+        n = np.array([self.slope(array, start, *move)[0] for move in moves], dtype=a.dtype)
+
+        scale = max(np.abs(a).max(initial=0.0), np.abs(n).max(initial=0.0))
+        kinks = 0
+        if not scale <= ZERO:
+            suspects = np.flatnonzero(~(np.abs(a - n) <= self.tolerance * scale))
+            for i in suspects[:100]:
+                move, h = moves[i]
+                n[i], kink = self.second_look(array, start, move, h, a[i], n[i], scale)
+                kinks += kink
+        if kinks:
+            note = f"{kinks} at a kink, between the slopes of its two sides; {note}".rstrip("; ")
+
+        differences = np.abs(a - n)
+        scale = max(np.abs(a).max(initial=0.0), np.abs(n).max(initial=0.0))
+        error = 0.0 if scale <= ZERO else float(differences.max(initial=0.0) / scale)
+        error = float("inf") if np.isnan(error) else error
+        worst = int(np.nan_to_num(differences, nan=np.inf).argmax()) if len(a) else 0
+        index = None
+        if mode == "full":
+            index = tuple(int(i) for i in np.unravel_index(worst, array.shape)) if len(a) else ()
+        at = (float(a[worst]), float(n[worst])) if len(a) else (0.0, 0.0)
+        ok = error <= self.tolerance and "second backward" not in note
+        return GradcheckRow(name, array.shape, index, *at, error, ok, note)
+
+    def slope(
+        self, array: Array, start: Array, move: Callable[[float], Array], h: float
+    ) -> tuple[Any, Any, Any]:
+        """Of the loss along a move: (central, left, right); array is restored."""
+        try:
+            array[...] = move(h)
+            above = self.outputs()
+            array[...] = move(-h)
+            below = self.outputs()
+        finally:
+            array[...] = start
+        right = sum(((p - y) * dy).sum() for p, y, dy in zip(above, self.y, self.dy)) / h
+        left = sum(((y - m) * dy).sum() for m, y, dy in zip(below, self.y, self.dy)) / h
+        central = sum(((p - m) * dy).sum() for p, m, dy in zip(above, below, self.dy)) / (2 * h)
+        return central, left, right
+
+    def second_look(
+        self,
+        array: Array,
+        start: Array,
+        move: Callable[[float], Array],
+        h: float,
+        a: Any,
+        n: Any,
+        scale: Any,
+    ) -> tuple[Any, bool]:
+        """A numeric slope for an entry that disagrees, and whether it stands at a kink.
+
+        A larger step is better where rounding hides the slope, a smaller one where curvature or a
+        kink nearby bends it. At a kink the slopes of both sides differ however small the step is.
+        """
+        _, left, right = self.slope(array, start, move, h)
+        larger, *_ = self.slope(array, start, move, 10 * h)
+        smaller, small_left, small_right = self.slope(array, start, move, h / 10)
+        n = min((n, larger, smaller), key=lambda slope: abs(slope - a))
+        slack = self.tolerance * scale
+        if abs(n - a) <= slack:
+            return n, False
+        gap, small_gap = abs(right - left), abs(small_right - small_left)
+        if small_gap > max(0.5 * gap, 1e3 * slack):
+            low, high = sorted((small_left, small_right))
+            if low - slack <= a <= high + slack:
+                return a, True
+        return n, False
+
+
+def _mover(start: Array, i: int) -> Callable[[float], Array]:
+    def move(t: float) -> Array:
+        moved = start.copy()
+        moved.flat[i] += t
+        return moved
+
+    return move
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_copy(v) for v in value)
+    return None if value is None else np.array(value)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Array]]:
+    """The arrays of a value that is an array, a number, None or a tuple of such."""
+    if isinstance(value, tuple):
+        for i, v in enumerate(value):
+            yield from _leaves(f"{name}[{i}]", v)
+    elif value is not None:
+        yield name, np.asarray(value)
+
+
+def _map(f: Callable[[Array], Any], value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_map(f, v) for v in value)
+    return f(np.asarray(value))
+
+
+def _argument_names(layer: Any, count: int) -> list[str]:
+    parameters = inspect.signature(layer.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL]
+    return (names + [f"input{i}" for i in range(len(names), count)])[:count]
+
+
+def _refuse_narrow(name: str, x: Array, cure: str) -> None:
+    if x.dtype.kind != "f" or x.dtype.itemsize < 8:
+        raise TypeError(
+            f"{name} has dtype {x.dtype}: central differences need float64; convert with {cure}"
+        )

@@ -1,0 +1,126 @@
+"""ScaledDotProductAttention: context = softmax(q k^T / sqrt(d_k)) v."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from npdecoder.core import Array, Layer, as_array, as_gradient
+from npdecoder.layers.dropout import Dropout, DropoutContext
+from npdecoder.layers.softmax import Softmax, SoftmaxContext
+from npdecoder.masks import as_mask
+
+
+class AttentionContext(NamedTuple):
+    q: Array  # (..., T, d_k)
+    k: Array  # (..., S, d_k)
+    v: Array  # (..., S, d_v)
+    A: Array  # (..., T, S), the weights
+    A_dropped: Array  # (..., T, S), the weights after dropout
+    softmax: SoftmaxContext
+    dropout: DropoutContext
+
+
+class ScaledDotProductAttention(Layer):
+    """context = A v, A = softmax(S), S = q k^T / sqrt(d_k), with dropout on the weights A.
+
+    Source: Vaswani et al. 2017, eq. 1. The leading axes (B, h) are those of q, k and v alike, and
+    nothing crosses them. A query that may attend to nothing has weights, context and gradients of
+    exactly zero. Limit: NaN or inf in the value of a masked key does spread (0 * NaN is NaN).
+    """
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        self.softmax = Softmax()
+        self.dropout = Dropout(dropout)
+
+    def forward(
+        self,
+        q: ArrayLike,
+        k: ArrayLike,
+        v: ArrayLike,
+        mask: ArrayLike | None = None,
+        rng: np.random.Generator | None = None,
+    ) -> tuple[Array, AttentionContext]:
+        """q (..., T, d_k), k (..., S, d_k), v (..., S, d_v) -> context (..., T, d_v).
+
+        mask: bool, True = may attend, or float, added to S; (T, S), or as many dimensions as S.
+
+        Errors: ValueError for shapes that do not fit, also where they would only broadcast;
+        TypeError for unequal dtypes and for a mask of integers.
+        """
+        q, k, v = _check(q, k, v)
+        mask = as_mask("mask", mask, (*q.shape[:-1], k.shape[-2]))
+        d_k = q.shape[-1]
+
+        # 1. the score of each query with each key
+        S = q @ k.swapaxes(-1, -2) / math.sqrt(d_k)
+        # 2. what may not be attended to
+        S_masked = _apply_mask(S, mask)
+        # 3. weights, each row a distribution over the keys
+        A, softmax = self.softmax.forward(S_masked)
+        # 4. dropout
+        A_dropped, dropout = self.dropout.forward(A, rng)
+        # 5. the weighted sum of the values
+        context: Array = A_dropped @ v
+        return context, AttentionContext(q, k, v, A, A_dropped, softmax, dropout)
+
+    def backward(self, ctx: AttentionContext, dy: ArrayLike) -> tuple[Array, Array, Array]:
+        """dy (..., T, d_v), the gradient of the context -> dq, dk, dv, shaped as q, k, v.
+
+        Derivation, for one head (ts: query t, key s):
+            5. context_tc = sum_s A_ts v_sc:   dA_ts = sum_c dy_tc v_sc,   dv_sc = sum_t A_ts dy_tc
+               (both with A as dropout left it)
+            4. A_dropped = A keep / (1 - p):   dA = dA_dropped keep / (1 - p)
+            3. A = softmax(S), row by row:     dS_ts = A_ts (dA_ts - sum_s' dA_ts' A_ts')
+            2. a masked S_ts is -inf whatever q and k are, and A_ts = 0 makes dS_ts = 0; a mask that
+               is added is a constant
+            1. S_ts = sum_i q_ti k_si / sqrt(d_k):  dq_ti = sum_s dS_ts k_si / sqrt(d_k),
+                                                    dk_si = sum_t dS_ts q_ti / sqrt(d_k)
+        In NumPy:
+            dv = A_dropped.swapaxes(-1, -2) @ dy
+            dA = self.dropout.backward(dropout, dy @ v.swapaxes(-1, -2))
+            dS = A * (dA - (dA * A).sum(axis=-1, keepdims=True))
+            dq = dS @ k / math.sqrt(q.shape[-1])
+            dk = dS.swapaxes(-1, -2) @ q / math.sqrt(q.shape[-1])
+        """
+        q, k, v, _, A_dropped, softmax, dropout = ctx
+        d_k = q.shape[-1]
+        dy = as_gradient("dy", dy, (*q.shape[:-1], v.shape[-1]), q.dtype)
+
+        # 5. context = A_dropped @ v
+        dA_dropped = dy @ v.swapaxes(-1, -2)
+        dv = A_dropped.swapaxes(-1, -2) @ dy
+        # 4. A_dropped = dropout(A)
+        dA = self.dropout.backward(dropout, dA_dropped)
+        # 3. A = softmax(S_masked), and 2. S_masked = mask(S): dS is 0 where S was masked
+        dS = self.softmax.backward(softmax, dA)
+        # 1. S = q @ k.T / sqrt(d_k)
+        dq = dS @ k / math.sqrt(d_k)
+        dk = dS.swapaxes(-1, -2) @ q / math.sqrt(d_k)
+        return dq, dk, dv
+
+
+def _check(q: ArrayLike, k: ArrayLike, v: ArrayLike) -> tuple[Array, Array, Array]:
+    q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}, expected one dtype")
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    if min(q.ndim, k.ndim, v.ndim) < 2 or not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
+        raise ValueError(f"{shapes}: expected the same leading axes (B, h) in all three")
+    if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
+        raise ValueError(f"{shapes}: query and key need the same width d_k > 0")
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"{shapes}: key and value need the same length S")
+    return q, k, v
+
+
+def _apply_mask(S: Array, mask: Array | None) -> Array:
+    if mask is None:
+        return S
+    if mask.dtype.kind == "b":
+        return np.where(mask, S, -np.inf).astype(S.dtype, copy=False)
+    S_masked: Array = S + mask.astype(S.dtype, copy=False)
+    return S_masked

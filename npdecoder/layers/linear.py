@@ -1,0 +1,89 @@
+"""Linear: y = x @ W + b."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from npdecoder.core import (
+    Array,
+    Layer,
+    Parameter,
+    as_gradient,
+    as_input,
+    construction_rng,
+    positive_int,
+    uniform_xavier,
+)
+
+
+class LinearContext(NamedTuple):
+    x: Array  # (..., d_in)
+
+
+class Linear(Layer):
+    """y = x @ W + b, over the last axis of x.
+
+    W (d_in, d_out) starts as U(-a, a) with a = sqrt(6 / (d_in + d_out)), b (d_out,) as zeros.
+
+    rng: a Generator or an int that W is drawn from; dtype: of W and b, and of all that is computed.
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        bias: bool = True,
+        *,
+        rng: np.random.Generator | int | None = None,
+        dtype: DTypeLike = np.float32,
+    ) -> None:
+        d_in, d_out = positive_int("d_in", d_in), positive_int("d_out", d_out)
+        self.W = Parameter(uniform_xavier(construction_rng(rng), d_in, d_out, dtype))
+        self.b = Parameter(np.zeros(d_out, dtype)) if bias else None
+
+    def forward(self, x: ArrayLike) -> tuple[Array, LinearContext]:
+        """x (..., d_in) -> y (..., d_out).
+
+        Errors: ValueError if the last axis of x is not d_in.
+        """
+        W = self.W.value
+        d_in, d_out = W.shape
+        x = as_input("x", x, d_in, W.dtype)
+
+        # 1. multiply. One product of two matrices: x @ W would be B of them for x (B, T, d_in).
+        y = (x.reshape(-1, d_in) @ W).reshape(*x.shape[:-1], d_out)
+        # 2. add b to every row
+        if self.b is not None:
+            y += self.b.value
+        return y, LinearContext(x)
+
+    def backward(self, ctx: LinearContext, dy: ArrayLike) -> Array:
+        """dy (..., d_out) -> dx (..., d_in); adds to W.grad and b.grad.
+
+        Derivation, with n over all rows of x:  y_nj = sum_i x_ni W_ij + b_j.
+        The loss changes by dL = sum_nj dy_nj (sum_i (dx_ni W_ij + x_ni dW_ij) + db_j); what stands
+        beside each variation is its gradient:
+            beside x_ni:  sum_j dy_nj W_ij,  which is  dy @ W.T
+            beside W_ij:  sum_n x_ni dy_nj,  which is  x.T @ dy
+            beside b_j:   sum_n dy_nj
+        In NumPy:
+            dx = dy @ W.T
+            dW = x.reshape(-1, x.shape[-1]).T @ dy.reshape(-1, dy.shape[-1])
+            db = dy.reshape(-1, dy.shape[-1]).sum(axis=0)
+        """
+        W = self.W.value
+        d_in, d_out = W.shape
+        x = ctx.x
+        dy = as_gradient("dy", dy, (*x.shape[:-1], d_out), W.dtype)
+        x_rows, dy_rows = x.reshape(-1, d_in), dy.reshape(-1, d_out)
+
+        # 2. y = xW + b
+        if self.b is not None:
+            self.b.grad += dy_rows.sum(axis=0)
+        # 1. xW = x @ W
+        self.W.grad += x_rows.T @ dy_rows
+        dx: Array = (dy_rows @ W.T).reshape(x.shape)
+        return dx

@@ -1,0 +1,82 @@
+"""Softmax, and the functions softmax and log_softmax, over any range of numbers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from npdecoder.core import Array, Layer, as_array, as_gradient
+
+
+def softmax(x: ArrayLike, axis: int = -1) -> Array:
+    """y_i = exp(x_i) / sum_j exp(x_j) along axis; y has the shape and dtype of x.
+
+    An entry -inf gets 0. A row of nothing but -inf, where nothing is visible, gets zeros all over;
+    a row that holds NaN or +inf is NaN. Errors: TypeError for integers and float16.
+    """
+    x = as_array("x", x)
+    # y is the same for x + c: with c = -max(x), exp cannot overflow
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        y = np.exp(_below_max(x, axis))
+        Z = y.sum(axis=axis, keepdims=True)
+        Z += Z == 0  # nothing visible: 0 / 1 for 0 / 0
+        y /= Z
+    return y
+
+
+def log_softmax(x: ArrayLike, axis: int = -1) -> Array:
+    """log y_i = x_i - log sum_j exp(x_j) along axis, finite where softmax itself would round to 0.
+
+    A row of nothing but -inf stays -inf; a row that holds NaN or +inf is NaN.
+    """
+    x = as_array("x", x)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        log_y = _below_max(x, axis)
+        Z = np.exp(log_y).sum(axis=axis, keepdims=True)
+        Z += Z == 0
+        log_y -= np.log(Z)
+    return log_y
+
+
+def _below_max(x: Array, axis: int) -> Array:
+    """x - max(x) along axis; a row of nothing but -inf stays so (its max is taken as finite)."""
+    lowest = np.finfo(x.dtype).min
+    m = x.max(axis=axis, keepdims=True, initial=lowest)
+    y: Array = x - m
+    return y
+
+
+class SoftmaxContext(NamedTuple):
+    y: Array  # (..., n)
+
+
+class Softmax(Layer):
+    """y = softmax(x) along the last axis."""
+
+    def forward(self, x: ArrayLike) -> tuple[Array, SoftmaxContext]:
+        """x (..., n) -> y (..., n), each row of y a distribution."""
+        # 1. e_i = exp(x_i - max(x));  2. Z = sum_i e_i;  3. y_i = e_i / Z
+        y = softmax(x)
+        return y, SoftmaxContext(y)
+
+    def backward(self, ctx: SoftmaxContext, dy: ArrayLike) -> Array:
+        """dy (..., n) -> dx (..., n).
+
+        Derivation, for one row. y_i = e_i / Z with de_i = e_i dx_i and dZ = sum_j e_j dx_j gives
+            dy_i/dx_j = y_i (1[i = j] - y_j)
+        (the max is a constant that cancels). Then
+            dx_j = sum_i dy_i y_i (1[i = j] - y_j) = y_j (dy_j - sum_i dy_i y_i)
+        Only entries of the same row meet, so nothing is divided by the number of rows. An entry
+        y_j = 0 (masked) gets 0.
+        In NumPy:
+            dx = y * (dy - (dy * y).sum(axis=-1, keepdims=True))
+        """
+        y = ctx.y
+        dy = as_gradient("dy", dy, y.shape, y.dtype)
+
+        # 3. 2. 1. together
+        dx: Array = dy * y
+        dx -= y * dx.sum(axis=-1, keepdims=True)
+        return dx

@@ -1,0 +1,271 @@
+"""Transformer: source and target ids to logits, by an Encoder and a Decoder."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from npdecoder.blocks.decoder import Decoder, DecoderContext
+from npdecoder.blocks.encoder import Encoder, EncoderContext
+from npdecoder.core import Array, Layer, as_ids, construction_rng
+from npdecoder.layers.dropout import Dropout, DropoutContext
+from npdecoder.layers.embedding import (
+    Embedding,
+    EmbeddingContext,
+    Unembedding,
+    UnembeddingContext,
+)
+from npdecoder.layers.linear import Linear, LinearContext
+from npdecoder.layers.positions import (
+    LearnedContext,
+    LearnedPositions,
+    SinusoidalContext,
+    SinusoidalPositions,
+)
+from npdecoder.masks import as_mask, causal_mask, combine_masks, padding_mask
+from npdecoder.models.config import TransformerConfig
+
+
+class EmbedContext(NamedTuple):
+    embedding: EmbeddingContext
+    positions: SinusoidalContext | LearnedContext
+    dropout: DropoutContext
+
+
+class EncodeContext(NamedTuple):
+    embed: EmbedContext
+    encoder: EncoderContext
+
+
+class DecodeContext(NamedTuple):
+    embed: EmbedContext
+    decoder: DecoderContext
+    output: LinearContext | UnembeddingContext
+
+
+class TransformerContext(NamedTuple):
+    encode: EncodeContext
+    decode: DecodeContext
+
+
+class Transformer(Layer):
+    """logits = output(decoder(embed(target_ids), encoder(embed(source_ids)))).
+
+    config: a TransformerConfig. rng: a Generator or an int, the seed of all initial weights (see
+    Linear, Embedding, LayerNorm, LearnedPositions). dtype: of the weights and all that is computed.
+
+    It makes its own masks: padding (pad_id) is hidden in the source, for the encoder and the
+    cross-attention, and in the target, which is causal besides. Positions count the tokens that are
+    not padding, so that padding on the left changes nothing.
+
+    Source: Vaswani et al. 2017, 3.1, figure 1. softmax(logits[:, t]) is the distribution of the
+    token after target_ids[:, t].
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        rng: np.random.Generator | int | None = 0,
+        *,
+        dtype: DTypeLike = np.float32,
+    ) -> None:
+        rng = construction_rng(rng)
+        self.config = c = config
+        tie = c.tie_embeddings
+
+        self.source_embedding = Embedding(
+            c.source_vocab_size, c.d_model, c.scale_embeddings, rng=rng, dtype=dtype
+        )
+        self.target_embedding = self.source_embedding
+        if tie not in ("source_target", "all"):
+            self.target_embedding = Embedding(
+                c.target_vocab_size, c.d_model, c.scale_embeddings, rng=rng, dtype=dtype
+            )
+
+        self.source_positions: SinusoidalPositions | LearnedPositions
+        self.target_positions: SinusoidalPositions | LearnedPositions
+        if c.positions == "sinusoidal":
+            self.source_positions = SinusoidalPositions(c.d_model, c.max_len)
+            self.target_positions = self.source_positions
+        else:
+            self.source_positions = LearnedPositions(c.max_len, c.d_model, rng=rng, dtype=dtype)
+            self.target_positions = LearnedPositions(c.max_len, c.d_model, rng=rng, dtype=dtype)
+        self.position_dropout = Dropout(
+            c.dropout if c.position_dropout is None else c.position_dropout
+        )
+
+        sizes = {"d_model": c.d_model, "num_heads": c.num_heads, "d_ff": c.d_ff}
+        sizes |= {"d_k": c.d_k, "d_v": c.d_v}
+        options = {
+            "norm": c.norm,
+            "final_norm": c.final_norm,
+            "norm_bias": c.norm_bias,
+            "norm_eps": c.norm_eps,
+            "attention_bias": c.attention_bias,
+            "feed_forward_bias": c.feed_forward_bias,
+            "activation": c.activation,
+            "dropout": c.dropout,
+            "attention_dropout": c.attention_dropout,
+            "rng": rng,
+            "dtype": dtype,
+        }
+        self.encoder = Encoder(c.num_encoder_layers, **sizes, **options)  # type: ignore[arg-type]
+        self.decoder = Decoder(
+            c.num_decoder_layers, cross_attention=c.cross_attention, **sizes, **options  # type: ignore[arg-type]
+        )
+
+        self.output: Linear | Unembedding
+        if tie in ("target_output", "all"):
+            self.output = Unembedding(self.target_embedding, c.output_bias)
+        else:
+            vocab_size = c.target_vocab_size
+            self.output = Linear(c.d_model, vocab_size, c.output_bias, rng=rng, dtype=dtype)
+
+    def forward(
+        self,
+        source_ids: ArrayLike,
+        target_ids: ArrayLike,
+        source_mask: ArrayLike | None = None,
+        target_mask: ArrayLike | None = None,
+        rng: np.random.Generator | None = None,
+    ) -> tuple[Array, TransformerContext]:
+        """source_ids (B, S), target_ids (B, T) -> logits (B, T, target_vocab_size).
+
+        Teacher forcing: target_ids are the targets shifted right, logits[:, t] is about the next.
+        source_mask: hides source positions besides the padding, from all that reads the source; it
+        masks keys, (1, S) or (B, 1, 1, S). target_mask: hides target positions besides padding and
+        future, (T, T) or 4 dimensions. rng: applies dropout.
+
+        Errors: TypeError and IndexError for bad ids; ValueError for shapes, masks and lengths.
+        """
+        source_ids, target_ids = self._check_ids(source_ids, target_ids)
+        # 1. encode
+        memory, encode = self.encode(source_ids, source_mask, rng)
+        # 2. decode
+        logits, decode = self.decode(target_ids, memory, source_ids, source_mask, target_mask, rng)
+        return logits, TransformerContext(encode, decode)
+
+    def backward(self, ctx: TransformerContext, dy: ArrayLike) -> tuple[()]:
+        """dy (B, T, target_vocab_size), the gradient of the logits -> (): ids have no gradient."""
+        # 2. decode
+        dmemory = self.decode_backward(ctx.decode, dy)
+        # 1. encode
+        return self.encode_backward(ctx.encode, dmemory)
+
+    def encode(
+        self,
+        source_ids: ArrayLike,
+        source_mask: ArrayLike | None = None,
+        rng: np.random.Generator | None = None,
+    ) -> tuple[Array, EncodeContext]:
+        """source_ids (B, S) -> memory (B, S, d_model)."""
+        source_ids = _as_batch("source_ids", source_ids, self.config.source_vocab_size)
+        keep = self._source_mask(source_ids, source_mask)
+        x, embed = self._embed(source_ids, self.source_embedding, self.source_positions, rng)
+        memory, encoder = self.encoder.forward(x, keep, rng)
+        return memory, EncodeContext(embed, encoder)
+
+    def encode_backward(self, ctx: EncodeContext, dmemory: ArrayLike) -> tuple[()]:
+        """dmemory (B, S, d_model) -> ()."""
+        dx = self.encoder.backward(ctx.encoder, dmemory)
+        return self._embed_backward(ctx.embed, dx, self.source_embedding, self.source_positions)
+
+    def decode(
+        self,
+        target_ids: ArrayLike,
+        memory: ArrayLike,
+        source_ids: ArrayLike,
+        source_mask: ArrayLike | None = None,
+        target_mask: ArrayLike | None = None,
+        rng: np.random.Generator | None = None,
+    ) -> tuple[Array, DecodeContext]:
+        """target_ids (B, T), memory (B, S, d_model) of source_ids -> logits (B, T, V)."""
+        source_ids, target_ids = self._check_ids(source_ids, target_ids)
+        B, T = target_ids.shape
+        memory_keep = self._source_mask(source_ids, source_mask)
+        user_keep = as_mask("target_mask", target_mask, (B, self.config.num_heads, T, T))
+        target_keep = combine_masks(self._padding_mask(target_ids), causal_mask(T))
+        target_keep = combine_masks(target_keep, user_keep)
+        # 1. embed
+        x, embed = self._embed(target_ids, self.target_embedding, self.target_positions, rng)
+        # 2. decode
+        y, decoder = self.decoder.forward(x, memory, target_keep, memory_keep, rng)
+        # 3. one logit a word
+        logits, output = self.output.forward(y)
+        return logits, DecodeContext(embed, decoder, output)
+
+    def decode_backward(self, ctx: DecodeContext, dy: ArrayLike) -> Array:
+        """dy (B, T, target_vocab_size) -> dmemory (B, S, d_model)."""
+        # 3.
+        dy = self.output.backward(ctx.output, dy)  # type: ignore[arg-type]
+        # 2.
+        dx, dmemory = self.decoder.backward(ctx.decoder, dy)
+        # 1.
+        self._embed_backward(ctx.embed, dx, self.target_embedding, self.target_positions)
+        return np.asarray(dmemory)
+
+    def _embed(
+        self,
+        ids: NDArray[np.intp],
+        embedding: Embedding,
+        positions: SinusoidalPositions | LearnedPositions,
+        rng: np.random.Generator | None,
+    ) -> tuple[Array, EmbedContext]:
+        """ids (B, T) -> x (B, T, d_model): embedding, plus position, with dropout."""
+        e, embedding_ctx = embedding.forward(ids)
+        x, positions_ctx = positions.forward(e, token_positions(ids, self.config.pad_id))
+        x, dropout_ctx = self.position_dropout.forward(x, rng)
+        return x, EmbedContext(embedding_ctx, positions_ctx, dropout_ctx)
+
+    def _embed_backward(
+        self,
+        ctx: EmbedContext,
+        dx: Array,
+        embedding: Embedding,
+        positions: SinusoidalPositions | LearnedPositions,
+    ) -> tuple[()]:
+        dx = self.position_dropout.backward(ctx.dropout, dx)
+        de = positions.backward(ctx.positions, dx)  # type: ignore[arg-type]
+        return embedding.backward(ctx.embedding, de)
+
+    def _padding_mask(self, ids: NDArray[np.intp]) -> Array | None:
+        """(B, 1, 1, S), or None where there is no padding to hide."""
+        pad_id = self.config.pad_id
+        return None if pad_id is None or not (ids == pad_id).any() else padding_mask(ids, pad_id)
+
+    def _source_mask(self, source_ids: NDArray[np.intp], mask: ArrayLike | None) -> Array | None:
+        B, S = source_ids.shape
+        keep = as_mask("source_mask", mask, (B, 1, 1, S))
+        return combine_masks(self._padding_mask(source_ids), keep)
+
+    def _check_ids(
+        self, source_ids: ArrayLike, target_ids: ArrayLike
+    ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        source_ids = _as_batch("source_ids", source_ids, self.config.source_vocab_size)
+        target_ids = _as_batch("target_ids", target_ids, self.config.target_vocab_size)
+        if len(source_ids) != len(target_ids):
+            raise ValueError(
+                f"source_ids {source_ids.shape} and target_ids {target_ids.shape}: expected (B, S) "
+                f"and (B, T) of one batch"
+            )
+        return source_ids, target_ids
+
+
+def token_positions(ids: NDArray[np.intp], pad_id: int | None) -> NDArray[np.intp] | None:
+    """(B, T): how many real tokens stand before each; None (0 .. T-1) where there is no padding."""
+    if pad_id is None:
+        return None
+    real = ids != pad_id
+    if real.all():
+        return None
+    positions: NDArray[np.intp] = np.maximum(np.cumsum(real, axis=1) - 1, 0)
+    return positions
+
+
+def _as_batch(name: str, ids: ArrayLike, vocab_size: int) -> NDArray[np.intp]:
+    array = as_ids(name, ids, vocab_size)
+    if array.ndim != 2:
+        raise ValueError(f"{name} has shape {array.shape}, expected (B, T)")
+    return array
