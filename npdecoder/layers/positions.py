@@ -139,6 +139,6 @@ def _positions(
         positions = as_ids("positions", positions, max_len)
     except IndexError as error:
         raise ValueError(f"{error}, below max_len") from None
-    if positions.shape != (T,) and positions.shape != (B, T):
+    if positions.shape not in [(T,), (B, T)]:
         raise ValueError(f"positions has shape {positions.shape}, expected ({T},) or ({B}, {T})")
     return positions

@@ -59,7 +59,7 @@ class TransformerConfig:
     pad_id: int | None = None
     max_len: int = 512
     positions: str = "sinusoidal"
-    scale_embeddings: bool = False
+    scale_embeddings: bool = True
     tie_embeddings: str = "none"
 
     def __post_init__(self) -> None:
