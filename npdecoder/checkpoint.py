@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import zipfile
@@ -57,9 +58,12 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Array]:
 def check_writable(path: str | os.PathLike[str]) -> None:
     """Raise the OSError or ValueError that save_weights(path) would, before the work is done."""
     _check_suffix(path)
+    folder = Path(path).absolute().parent
     if Path(path).is_dir():
-        raise IsADirectoryError(f"{path} is a folder")
-    with tempfile.NamedTemporaryFile(dir=Path(path).absolute().parent):
+        raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
+    if not folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "no such folder", str(folder))
+    with tempfile.TemporaryFile(dir=folder):
         pass
 
 

@@ -115,9 +115,9 @@ def gradcheck(
 
     The loss is sum(y * dy) with random dy, so that its slope along a tensor is numeric
     sum((y(x + h) - y(x - h)) * dy) / 2h and analytic what backward(ctx, dy) returns or adds to
-    .grad. An entry that disagrees is tried again with steps ten times as large and as small. An
-    entry at a kink (ReLU at 0) may have any slope between those on its two sides. backward runs
-    twice, and must return the same and add the same again.
+    .grad. An entry that disagrees is tried again with larger and smaller steps. An entry at a kink
+    (ReLU at 0) may have any slope between those on its two sides. backward runs twice, and must
+    return the same and add the same again.
 
     The layer's values and gradients are afterwards bit for bit what they were, also after an error;
     the inputs are copied.
@@ -326,18 +326,22 @@ class _Check:
     ) -> tuple[Any, bool]:
         """A numeric slope for an entry that disagrees, and whether it stands at a kink.
 
-        A larger step is better where rounding hides the slope, a smaller one where curvature or a
-        kink nearby bends it. At a kink the slopes of both sides differ however small the step is.
+        A larger step is better where rounding hides the slope (from two of them the curvature's
+        part, of order h^2, cancels), a smaller one where a kink nearby bends it. At a kink the
+        slopes of both sides differ however small the step is.
         """
         _, left, right = self.slope(array, start, move, h)
         larger, *_ = self.slope(array, start, move, 10 * h)
+        largest, *_ = self.slope(array, start, move, 20 * h)
         smaller, small_left, small_right = self.slope(array, start, move, h / 10)
-        n = min((n, larger, smaller), key=lambda slope: abs(slope - a))
+        candidates = (n, smaller, larger, (4 * larger - largest) / 3)
+        n = min(candidates, key=lambda slope: abs(slope - a))
         slack = self.tolerance * scale
         if abs(n - a) <= slack:
             return n, False
         gap, small_gap = abs(right - left), abs(small_right - small_left)
-        if small_gap > max(0.5 * gap, 1e3 * slack):
+        rounding = sum(np.abs(y * dy).sum() for y, dy in zip(self.y, self.dy)) * 1e-14 / (h / 10)
+        if small_gap > max(0.5 * gap, 1e3 * slack, rounding):
             low, high = sorted((small_left, small_right))
             if low - slack <= a <= high + slack:
                 return a, True

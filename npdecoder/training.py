@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from npdecoder.core import positive_int
+from npdecoder.core import Array, positive_int
 from npdecoder.layers.cross_entropy import CrossEntropy
 from npdecoder.optim import Optimizer, Schedule, clip_grad_norm
 from npdecoder.text import Batch
@@ -39,10 +39,13 @@ def train_step(
     return float(loss), loss_ctx.count
 
 
-def evaluate(model: Any, criterion: CrossEntropy, batches: Iterable[Batch]) -> float:
+def evaluate(
+    model: Callable[..., Array], criterion: CrossEntropy, batches: Iterable[Batch]
+) -> float:
     """The mean loss a target over all batches, without dropout; 0.0 if there is no target.
 
-    Every target counts the same, however the batches were cut.
+    model: a Layer, or any function of batch.inputs that returns logits. Every target counts the
+    same, however the batches were cut.
     """
     total, count = 0.0, 0
     for batch in batches:
