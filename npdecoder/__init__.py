@@ -10,7 +10,9 @@ from npdecoder.blocks import (
     MemoryProjection,
     MultiHeadAttention,
 )
+from npdecoder.checkpoint import load_weights, save_weights
 from npdecoder.core import Layer, Parameter
+from npdecoder.decoding import greedy_decode
 from npdecoder.gradcheck import gradcheck
 from npdecoder.layers import (
     GELU,
@@ -30,6 +32,14 @@ from npdecoder.layers import (
 )
 from npdecoder.masks import causal_mask, padding_mask, target_mask
 from npdecoder.models import Transformer, TransformerConfig
+from npdecoder.optim import (
+    SGD,
+    clip_grad_norm,
+    constant_schedule,
+    cosine_schedule,
+    linear_schedule,
+    noam_schedule,
+)
 
 __version__ = "0.1.0"
 
@@ -70,4 +80,16 @@ __all__ = [  # noqa: RUF022  (grouped as the README explains them)
     "Transformer",
     # proof
     "gradcheck",
+    # training
+    "SGD",
+    "clip_grad_norm",
+    "constant_schedule",
+    "linear_schedule",
+    "cosine_schedule",
+    "noam_schedule",
+    # decoding
+    "greedy_decode",
+    # files
+    "save_weights",
+    "load_weights",
 ]
