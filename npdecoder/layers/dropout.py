@@ -43,7 +43,7 @@ class Dropout(Layer):
         # 1. draw. float32 for every dtype of x: the same generator state gives the same mask
         keep = rng.random(x.shape, dtype=np.float32) >= self.p
         # 2. y = x / (1 - p) where kept
-        y = _where_kept(keep, x, self.p)
+        y = _keep_scaled(keep, x, self.p)
         return y, DropoutContext(keep, x.shape, x.dtype)
 
     def backward(self, ctx: DropoutContext, dy: ArrayLike) -> Array:
@@ -56,11 +56,12 @@ class Dropout(Layer):
         """
         dy = as_gradient("dy", dy, ctx.x_shape, ctx.x_dtype)
         # 2. y = x / (1 - p) where kept
-        return dy if ctx.keep is None else _where_kept(ctx.keep, dy, self.p)
+        return dy if ctx.keep is None else _keep_scaled(ctx.keep, dy, self.p)
 
 
-def _where_kept(keep: NDArray[np.bool_], x: Array, p: float) -> Array:
-    y = np.zeros_like(x)
-    if p < 1.0:  # p = 1 keeps nothing, and 0 / 0 would make it NaN
-        np.divide(x, 1.0 - p, out=y, where=keep)
+def _keep_scaled(keep: NDArray[np.bool_], x: Array, p: float) -> Array:
+    if p == 1.0:  # nothing is kept, and 0 * (x / 0) would be NaN
+        return np.zeros_like(x)
+    y: Array = x / (1.0 - p)
+    y *= keep
     return y

@@ -1,0 +1,44 @@
+"""The README's programs do what it says, and its set-up commands are the ones that the gate runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROGRAMS = [b for b in re.findall(r"```python\n(.*?)```", README, re.S) if b.startswith("import")]
+
+
+def output(program):
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        cwd=ROOT,
+        check=True,
+        encoding="utf-8",
+    )
+    return run.stdout
+
+
+def test_the_readme_has_the_programs_that_are_tested_here():
+    assert len(PROGRAMS) == 2
+
+
+def test_the_wrong_layer_fails_as_printed_and_the_mended_one_passes():
+    printed = re.search(r"```\n(gradcheck of Sigmoid.*?)```", README, re.S).group(1)
+    assert output(PROGRAMS[0]) == printed
+    mended = PROGRAMS[0].replace("return dy * ctx ", "return dy * ctx * (1 - ctx) ")
+    assert mended != PROGRAMS[0]
+    assert output(mended).endswith("all ok\n")
+
+
+def test_the_training_step_learns_the_three_words():
+    expected = re.search(r"print\(logits.argmax.*# (.*)", README).group(1)
+    assert output(PROGRAMS[1]).strip() == expected
+
+
+def test_the_set_up_section_has_the_two_commands():
+    section = README.split("## Set up")[1].split("\n## ")[0]
+    commands = re.findall(r"^pip install .*", section, re.M)
+    assert commands == ["pip install . && npdecoder demo", "pip install '.[test]' && pytest"]
