@@ -31,7 +31,7 @@ from npdecoder.layers import (
     softmax,
 )
 from npdecoder.masks import causal_mask, padding_mask, target_mask
-from npdecoder.models import Transformer, TransformerConfig
+from npdecoder.models import LanguageModel, LanguageModelConfig, Transformer, TransformerConfig
 from npdecoder.optim import (
     SGD,
     clip_grad_norm,
@@ -78,6 +78,8 @@ __all__ = [  # noqa: RUF022  (grouped as the README explains them)
     # models
     "TransformerConfig",
     "Transformer",
+    "LanguageModelConfig",
+    "LanguageModel",
     # proof
     "gradcheck",
     # training

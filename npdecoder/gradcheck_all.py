@@ -11,7 +11,8 @@ from npdecoder import blocks, layers
 from npdecoder.core import Array, Layer
 from npdecoder.gradcheck import GradcheckReport, gradcheck
 from npdecoder.masks import causal_mask, padding_mask
-from npdecoder.models import Transformer, TransformerConfig
+from npdecoder.models import LanguageModel, LanguageModelConfig, Transformer, TransformerConfig
+from npdecoder.models.token_model import TokenModel
 
 
 class Checked(NamedTuple):
@@ -26,7 +27,7 @@ def gradcheck_all(seed: int = 0) -> Iterator[Checked]:
         draw = Draw(np.random.default_rng([seed, *name.encode()]))
         layer, inputs, keywords = case(draw)
         draw.weights(layer)
-        mode = "directional" if isinstance(layer, Transformer) else "full"
+        mode = "directional" if isinstance(layer, TokenModel) else "full"
         report = gradcheck(layer, *inputs, mode=mode, seed=seed, **keywords)
         yield Checked(name, draw.options(), report)
 
@@ -237,6 +238,24 @@ def _transformer(r: Draw) -> Case:
     return Transformer(config, rng, dtype=dtype), inputs, {"rng": np.random.default_rng(0)}
 
 
+def _language_model(r: Draw) -> Case:
+    options = r.layer_options()
+    rng, dtype = options.pop("rng"), options.pop("dtype")
+    config = LanguageModelConfig(
+        11,
+        d_model=2 * r.d,
+        num_heads=2,
+        num_layers=2,
+        pad_id=r.option("pad_id", None, 0),
+        max_len=11,
+        positions=r.option("positions", "sinusoidal", "learned"),
+        tie_embeddings=r.option("tie_embeddings", "none", "target_output"),
+        **options,
+    )
+    model = LanguageModel(config, rng, dtype=dtype)
+    return model, (r.ids(11, r.B, r.T),), {"rng": np.random.default_rng(0)}
+
+
 CASES: dict[str, Callable[[Draw], Case]] = {
     "Linear": _linear,
     "Embedding": _embedding,
@@ -259,4 +278,5 @@ CASES: dict[str, Callable[[Draw], Case]] = {
     "DecoderLayer": _decoder_layer,
     "Decoder": _decoder,
     "Transformer": _transformer,
+    "LanguageModel": _language_model,
 }

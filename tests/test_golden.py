@@ -157,8 +157,9 @@ def build_transformer(name):
     source_size, target_size, num_encoder_layers, num_decoder_layers, options = TRANSFORMERS[name]
     d_model, num_heads, d_ff = SIZES
     config = TransformerConfig(
-        source_size, target_size, d_model, num_heads, num_encoder_layers, num_decoder_layers, d_ff,
-        pad_id=PAD, cross_attention="per_layer", attention_bias=True, output_bias=True, **options,
+        source_size, target_size, d_model=d_model, num_heads=num_heads, d_ff=d_ff,
+        num_encoder_layers=num_encoder_layers, num_decoder_layers=num_decoder_layers, pad_id=PAD,
+        cross_attention="per_layer", attention_bias=True, output_bias=True, **options,
     )
     golden, params = load(name)
     return build(lambda: Transformer(config), params), golden, params

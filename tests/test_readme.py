@@ -1,4 +1,4 @@
-"""The README's programs do what it says, and its set-up commands are the ones that the gate runs."""
+"""The README's programs do what it says; its set-up commands are those that the gate runs."""
 
 import re
 import subprocess

@@ -1,6 +1,7 @@
-"""The models: a config and the Transformer (encoder-decoder)."""
+"""The models and their configs: Transformer (encoder-decoder), LanguageModel (decoder-only)."""
 
-from npdecoder.models.config import TransformerConfig
+from npdecoder.models.config import LanguageModelConfig, TransformerConfig
+from npdecoder.models.language_model import LanguageModel
 from npdecoder.models.transformer import Transformer
 
-__all__ = ["Transformer", "TransformerConfig"]
+__all__ = ["LanguageModel", "LanguageModelConfig", "Transformer", "TransformerConfig"]

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from npdecoder.blocks.feed_forward import ACTIVATIONS
 from npdecoder.blocks.multi_head_attention import head_widths
 from npdecoder.core import fraction, one_of, positive_int
 
-TIE_EMBEDDINGS = ("none", "target_output", "source_target", "all")
 
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What all models share. Frozen dataclasses: dataclasses.asdict gives plain values.
 
-@dataclass(frozen=True)
-class TransformerConfig:
-    """Of an encoder-decoder Transformer. A frozen dataclass: dataclasses.asdict gives plain values.
-
-    source_vocab_size, target_vocab_size: ids are in [0, size)
-    d_model, num_heads, num_encoder_layers, num_decoder_layers, d_ff, d_k, d_v: sizes; None for
-        d_ff is 4 d_model, for d_k and d_v d_model / num_heads
+    d_model, num_heads, d_ff, d_k, d_v: sizes; None for d_ff is 4 d_model, for d_k and d_v
+        d_model / num_heads
     norm: "pre" or "post"; final_norm (None: only for "pre"), norm_bias, norm_eps: of the LayerNorms
     attention_bias, feed_forward_bias, output_bias: whether these Linears have a b
     activation: "relu", "gelu" (erf form) or "gelu_tanh"
-    cross_attention: "per_layer", or "shared": one projection of the memory for all layers
     dropout: the rate inside the feed-forward and before each residual sum
     attention_dropout, position_dropout: on the attention weights, and on embedding + position;
         None: the same as dropout
@@ -29,18 +26,12 @@ class TransformerConfig:
     max_len: the longest sequence
     positions: "sinusoidal" or "learned"
     scale_embeddings: whether embeddings are multiplied by sqrt(d_model)
-    tie_embeddings: which of the three tables are one Parameter: "none", "target_output" (the output
-        layer uses the target embedding's), "source_target", or "all" three
 
     Errors: ValueError or TypeError that names the field.
     """
 
-    source_vocab_size: int
-    target_vocab_size: int
     d_model: int = 512
     num_heads: int = 8
-    num_encoder_layers: int = 6
-    num_decoder_layers: int = 6
     d_ff: int | None = None
     d_k: int | None = None
     d_v: int | None = None
@@ -52,7 +43,6 @@ class TransformerConfig:
     feed_forward_bias: bool = True
     output_bias: bool = True
     activation: str = "relu"
-    cross_attention: str = "per_layer"
     dropout: float = 0.0
     attention_dropout: float | None = None
     position_dropout: float | None = None
@@ -60,39 +50,86 @@ class TransformerConfig:
     max_len: int = 512
     positions: str = "sinusoidal"
     scale_embeddings: bool = True
-    tie_embeddings: str = "none"
 
     def __post_init__(self) -> None:
-        for name in (
-            "source_vocab_size",
-            "target_vocab_size",
-            "num_encoder_layers",
-            "num_decoder_layers",
-            "max_len",
-        ):
-            positive_int(name, getattr(self, name))
         head_widths(self.d_model, self.num_heads, self.d_k, self.d_v)
         if self.d_ff is not None:
             positive_int("d_ff", self.d_ff)
+        positive_int("max_len", self.max_len)
         one_of("norm", self.norm, ("pre", "post"))
         one_of("activation", self.activation, ACTIVATIONS)
-        if self.cross_attention == "none":
-            raise ValueError("cross_attention is 'none', but an encoder-decoder needs it")
-        one_of("cross_attention", self.cross_attention, ("per_layer", "shared"))
         one_of("positions", self.positions, ("sinusoidal", "learned"))
-        one_of("tie_embeddings", self.tie_embeddings, TIE_EMBEDDINGS)
         for name in ("dropout", "attention_dropout", "position_dropout"):
             if getattr(self, name) is not None:
                 fraction(name, getattr(self, name))
         if self.positions == "sinusoidal" and self.d_model % 2:
             raise ValueError(f"d_model is {self.d_model}: sinusoidal positions need an even number")
-        if self.tie_embeddings in ("source_target", "all") and (
-            self.source_vocab_size != self.target_vocab_size
-        ):
+
+    def stack_options(self) -> dict[str, Any]:
+        """The fields that an Encoder and a Decoder take, as keywords."""
+        sizes = ("d_model", "num_heads", "d_ff", "d_k", "d_v")
+        norms = ("norm", "final_norm", "norm_bias", "norm_eps")
+        others = ("attention_bias", "feed_forward_bias", "activation")
+        rates = ("dropout", "attention_dropout")
+        return {name: getattr(self, name) for name in (*sizes, *norms, *others, *rates)}
+
+    def _check_pad_id(self, vocab_size: int) -> None:
+        if self.pad_id is not None and not 0 <= self.pad_id < vocab_size:
             raise ValueError(
-                f"tie_embeddings is {self.tie_embeddings!r}, but source_vocab_size is "
-                f"{self.source_vocab_size} and target_vocab_size {self.target_vocab_size}"
+                f"pad_id is {self.pad_id}, expected an id in [0, {vocab_size}), or None"
             )
-        smaller = min(self.source_vocab_size, self.target_vocab_size)
-        if self.pad_id is not None and not 0 <= self.pad_id < smaller:
-            raise ValueError(f"pad_id is {self.pad_id}, expected an id in [0, {smaller}), or None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(ModelConfig):
+    """Of an encoder-decoder Transformer; the other fields are those of ModelConfig.
+
+    source_vocab_size, target_vocab_size: ids are in [0, size)
+    num_encoder_layers, num_decoder_layers
+    cross_attention: "per_layer", or "shared": one projection of the memory for all layers
+    tie_embeddings: which of the three tables are one Parameter: "none", "target_output" (the output
+        layer uses the target embedding's), "source_target", or "all" three
+    """
+
+    source_vocab_size: int = field(kw_only=False)
+    target_vocab_size: int = field(kw_only=False)
+    num_encoder_layers: int = 6
+    num_decoder_layers: int = 6
+    cross_attention: str = "per_layer"
+    tie_embeddings: str = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = {name: getattr(self, name) for name in ("source_vocab_size", "target_vocab_size")}
+        layers = ("num_encoder_layers", "num_decoder_layers")
+        for name in (*sizes, *layers):
+            positive_int(name, getattr(self, name))
+        if self.cross_attention == "none":
+            raise ValueError("cross_attention is 'none', but an encoder-decoder needs it")
+        one_of("cross_attention", self.cross_attention, ("per_layer", "shared"))
+        ties = ("none", "target_output", "source_target", "all")
+        tie = one_of("tie_embeddings", self.tie_embeddings, ties)
+        if tie in ("source_target", "all") and len(set(sizes.values())) > 1:
+            raise ValueError(f"tie_embeddings is {tie!r}, but the vocabularies differ: {sizes}")
+        self._check_pad_id(min(sizes.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelConfig(ModelConfig):
+    """Of a decoder-only language model; the other fields are those of ModelConfig.
+
+    vocab_size: ids are in [0, vocab_size)
+    num_layers
+    tie_embeddings: "none", or "target_output": the output layer uses the embedding's table
+    """
+
+    vocab_size: int = field(kw_only=False)
+    num_layers: int = 6
+    tie_embeddings: str = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive_int("vocab_size", self.vocab_size)
+        positive_int("num_layers", self.num_layers)
+        one_of("tie_embeddings", self.tie_embeddings, ("none", "target_output"))
+        self._check_pad_id(self.vocab_size)

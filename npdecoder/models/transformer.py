@@ -9,29 +9,12 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from npdecoder.blocks.decoder import Decoder, DecoderContext
 from npdecoder.blocks.encoder import Encoder, EncoderContext
-from npdecoder.core import Array, Layer, as_ids, construction_rng
-from npdecoder.layers.dropout import Dropout, DropoutContext
-from npdecoder.layers.embedding import (
-    Embedding,
-    EmbeddingContext,
-    Unembedding,
-    UnembeddingContext,
-)
+from npdecoder.core import Array, construction_rng
+from npdecoder.layers.embedding import Embedding, Unembedding, UnembeddingContext
 from npdecoder.layers.linear import Linear, LinearContext
-from npdecoder.layers.positions import (
-    LearnedContext,
-    LearnedPositions,
-    SinusoidalContext,
-    SinusoidalPositions,
-)
-from npdecoder.masks import as_mask, causal_mask, combine_masks, padding_mask
+from npdecoder.masks import as_mask, combine_masks
 from npdecoder.models.config import TransformerConfig
-
-
-class EmbedContext(NamedTuple):
-    embedding: EmbeddingContext
-    positions: SinusoidalContext | LearnedContext
-    dropout: DropoutContext
+from npdecoder.models.token_model import EmbedContext, TokenModel, as_batch, make_positions
 
 
 class EncodeContext(NamedTuple):
@@ -50,7 +33,7 @@ class TransformerContext(NamedTuple):
     decode: DecodeContext
 
 
-class Transformer(Layer):
+class Transformer(TokenModel):
     """logits = output(decoder(embed(target_ids), encoder(embed(source_ids)))).
 
     config: a TransformerConfig. rng: a Generator or an int, the seed of all initial weights (see
@@ -71,9 +54,11 @@ class Transformer(Layer):
         *,
         dtype: DTypeLike = np.float32,
     ) -> None:
+        super().__init__(config)
         rng = construction_rng(rng)
         self.config = c = config
         tie = c.tie_embeddings
+        options = {"rng": rng, "dtype": dtype, **c.stack_options()}
 
         self.source_embedding = Embedding(
             c.source_vocab_size, c.d_model, c.scale_embeddings, rng=rng, dtype=dtype
@@ -83,39 +68,10 @@ class Transformer(Layer):
             self.target_embedding = Embedding(
                 c.target_vocab_size, c.d_model, c.scale_embeddings, rng=rng, dtype=dtype
             )
-
-        self.source_positions: SinusoidalPositions | LearnedPositions
-        self.target_positions: SinusoidalPositions | LearnedPositions
-        if c.positions == "sinusoidal":
-            self.source_positions = SinusoidalPositions(c.d_model, c.max_len)
-            self.target_positions = self.source_positions
-        else:
-            self.source_positions = LearnedPositions(c.max_len, c.d_model, rng=rng, dtype=dtype)
-            self.target_positions = LearnedPositions(c.max_len, c.d_model, rng=rng, dtype=dtype)
-        self.position_dropout = Dropout(
-            c.dropout if c.position_dropout is None else c.position_dropout
-        )
-
-        sizes = {"d_model": c.d_model, "num_heads": c.num_heads, "d_ff": c.d_ff}
-        sizes |= {"d_k": c.d_k, "d_v": c.d_v}
-        options = {
-            "norm": c.norm,
-            "final_norm": c.final_norm,
-            "norm_bias": c.norm_bias,
-            "norm_eps": c.norm_eps,
-            "attention_bias": c.attention_bias,
-            "feed_forward_bias": c.feed_forward_bias,
-            "activation": c.activation,
-            "dropout": c.dropout,
-            "attention_dropout": c.attention_dropout,
-            "rng": rng,
-            "dtype": dtype,
-        }
-        self.encoder = Encoder(c.num_encoder_layers, **sizes, **options)  # type: ignore[arg-type]
-        self.decoder = Decoder(
-            c.num_decoder_layers, cross_attention=c.cross_attention, **sizes, **options  # type: ignore[arg-type]
-        )
-
+        self.source_positions = make_positions(c, rng, dtype)
+        self.target_positions = make_positions(c, rng, dtype)
+        self.encoder = Encoder(c.num_encoder_layers, **options)
+        self.decoder = Decoder(c.num_decoder_layers, cross_attention=c.cross_attention, **options)
         self.output: Linear | Unembedding
         if tie in ("target_output", "all"):
             self.output = Unembedding(self.target_embedding, c.output_bias)
@@ -161,7 +117,7 @@ class Transformer(Layer):
         rng: np.random.Generator | None = None,
     ) -> tuple[Array, EncodeContext]:
         """source_ids (B, S) -> memory (B, S, d_model)."""
-        source_ids = _as_batch("source_ids", source_ids, self.config.source_vocab_size)
+        source_ids = as_batch("source_ids", source_ids, self.config.source_vocab_size)
         keep = self._source_mask(source_ids, source_mask)
         x, embed = self._embed(source_ids, self.source_embedding, self.source_positions, rng)
         memory, encoder = self.encoder.forward(x, keep, rng)
@@ -183,11 +139,8 @@ class Transformer(Layer):
     ) -> tuple[Array, DecodeContext]:
         """target_ids (B, T), memory (B, S, d_model) of source_ids -> logits (B, T, V)."""
         source_ids, target_ids = self._check_ids(source_ids, target_ids)
-        B, T = target_ids.shape
         memory_keep = self._source_mask(source_ids, source_mask)
-        user_keep = as_mask("target_mask", target_mask, (B, self.config.num_heads, T, T))
-        target_keep = combine_masks(self._padding_mask(target_ids), causal_mask(T))
-        target_keep = combine_masks(target_keep, user_keep)
+        target_keep = self._causal_mask("target_mask", target_ids, target_mask)
         # 1. embed
         x, embed = self._embed(target_ids, self.target_embedding, self.target_positions, rng)
         # 2. decode
@@ -206,35 +159,6 @@ class Transformer(Layer):
         self._embed_backward(ctx.embed, dx, self.target_embedding, self.target_positions)
         return np.asarray(dmemory)
 
-    def _embed(
-        self,
-        ids: NDArray[np.intp],
-        embedding: Embedding,
-        positions: SinusoidalPositions | LearnedPositions,
-        rng: np.random.Generator | None,
-    ) -> tuple[Array, EmbedContext]:
-        """ids (B, T) -> x (B, T, d_model): embedding, plus position, with dropout."""
-        e, embedding_ctx = embedding.forward(ids)
-        x, positions_ctx = positions.forward(e, token_positions(ids, self.config.pad_id))
-        x, dropout_ctx = self.position_dropout.forward(x, rng)
-        return x, EmbedContext(embedding_ctx, positions_ctx, dropout_ctx)
-
-    def _embed_backward(
-        self,
-        ctx: EmbedContext,
-        dx: Array,
-        embedding: Embedding,
-        positions: SinusoidalPositions | LearnedPositions,
-    ) -> tuple[()]:
-        dx = self.position_dropout.backward(ctx.dropout, dx)
-        de = positions.backward(ctx.positions, dx)  # type: ignore[arg-type]
-        return embedding.backward(ctx.embedding, de)
-
-    def _padding_mask(self, ids: NDArray[np.intp]) -> Array | None:
-        """(B, 1, 1, S), or None where there is no padding to hide."""
-        pad_id = self.config.pad_id
-        return None if pad_id is None or not (ids == pad_id).any() else padding_mask(ids, pad_id)
-
     def _source_mask(self, source_ids: NDArray[np.intp], mask: ArrayLike | None) -> Array | None:
         B, S = source_ids.shape
         keep = as_mask("source_mask", mask, (B, 1, 1, S))
@@ -243,29 +167,11 @@ class Transformer(Layer):
     def _check_ids(
         self, source_ids: ArrayLike, target_ids: ArrayLike
     ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        source_ids = _as_batch("source_ids", source_ids, self.config.source_vocab_size)
-        target_ids = _as_batch("target_ids", target_ids, self.config.target_vocab_size)
+        source_ids = as_batch("source_ids", source_ids, self.config.source_vocab_size)
+        target_ids = as_batch("target_ids", target_ids, self.config.target_vocab_size)
         if len(source_ids) != len(target_ids):
             raise ValueError(
                 f"source_ids {source_ids.shape} and target_ids {target_ids.shape}: expected (B, S) "
                 f"and (B, T) of one batch"
             )
         return source_ids, target_ids
-
-
-def token_positions(ids: NDArray[np.intp], pad_id: int | None) -> NDArray[np.intp] | None:
-    """(B, T): how many real tokens stand before each; None (0 .. T-1) where there is no padding."""
-    if pad_id is None:
-        return None
-    real = ids != pad_id
-    if real.all():
-        return None
-    positions: NDArray[np.intp] = np.maximum(np.cumsum(real, axis=1) - 1, 0)
-    return positions
-
-
-def _as_batch(name: str, ids: ArrayLike, vocab_size: int) -> NDArray[np.intp]:
-    array = as_ids(name, ids, vocab_size)
-    if array.ndim != 2:
-        raise ValueError(f"{name} has shape {array.shape}, expected (B, T)")
-    return array
