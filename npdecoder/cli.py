@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--dropout", float, 0.1, "rate of dropout"),
         ("--steps", positive_int, 4000, "updates"),
         ("--batch-size", positive_int, 64, "sentence pairs in an update"),
-        ("--lr", float, 0.1, "highest learning rate; warm-up, then a cosine down to 0"),
+        ("--lr", float, 0.5, "highest learning rate; warm-up, then a cosine down to 0"),
         ("--warmup", natural_int, 200, "updates of the warm-up"),
         ("--momentum", float, 0.9, "momentum of SGD"),
         ("--weight-decay", float, 0.0, "weight decay of SGD"),

@@ -145,16 +145,16 @@ class DecoderLayer(Layer):
         the sum of both ways.
         """
         # 3. feed-forward
-        dx2, ds3 = self.residual_last.leave_backward(ctx.leave_last, np.asarray(dy))
+        dx2_past, ds3 = self.residual_last.leave_backward(ctx.leave_last, np.asarray(dy))
         dh3 = self.feed_forward.backward(ctx.feed_forward, ds3)
-        dx2 = dx2 + self.residual_last.enter_backward(ctx.enter_last, dh3)
+        dx2 = dx2_past + self.residual_last.enter_backward(ctx.enter_last, dh3)
         # 2. cross-attention
         dx1, *dmemory = self._cross_backward(ctx.cross, dx2)
         # 1. self-attention
-        dx, ds1 = self.residual1.leave_backward(ctx.leave1, dx1)
+        dx_past, ds1 = self.residual1.leave_backward(ctx.leave1, dx1)
         dquery, dkey, dvalue = self.self_attention.backward(ctx.self_attention, ds1)
         dh1 = dquery + dkey + dvalue
-        dx = dx + self.residual1.enter_backward(ctx.enter1, dh1)
+        dx = dx_past + self.residual1.enter_backward(ctx.enter1, dh1)
         return (dx, *dmemory) if dmemory else dx
 
     def _cross_forward(
@@ -177,13 +177,13 @@ class DecoderLayer(Layer):
         if self.cross_attention is None or ctx is None:
             return (dx2,)
         dmemory: tuple[Array, ...]
-        dx1, ds2 = self.residual2.leave_backward(ctx.leave, dx2)
+        dx1_past, ds2 = self.residual2.leave_backward(ctx.leave, dx2)
         dh2, *dmemory_parts = self.cross_attention.backward(ctx.attention, ds2)  # type: ignore[arg-type]
         if isinstance(self.cross_attention, MultiHeadAttention):
             dmemory = (dmemory_parts[0] + dmemory_parts[1],)  # memory was key and value at once
         else:
             dmemory = tuple(dmemory_parts)
-        dx1 = dx1 + self.residual2.enter_backward(ctx.enter, dh2)
+        dx1 = dx1_past + self.residual2.enter_backward(ctx.enter, dh2)
         return (dx1, *dmemory)
 
     def _check_memory(self, memory: Any) -> None:

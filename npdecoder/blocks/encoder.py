@@ -93,14 +93,14 @@ class EncoderLayer(Layer):
         query, key and value at once: the sum of three.
         """
         # 2. feed-forward
-        dx1, ds2 = self.residual2.leave_backward(ctx.leave2, np.asarray(dy))
+        dx1_past, ds2 = self.residual2.leave_backward(ctx.leave2, np.asarray(dy))
         dh2 = self.feed_forward.backward(ctx.feed_forward, ds2)
-        dx1 = dx1 + self.residual2.enter_backward(ctx.enter2, dh2)
+        dx1 = dx1_past + self.residual2.enter_backward(ctx.enter2, dh2)
         # 1. self-attention
-        dx, ds1 = self.residual1.leave_backward(ctx.leave1, dx1)
+        dx_past, ds1 = self.residual1.leave_backward(ctx.leave1, dx1)
         dquery, dkey, dvalue = self.self_attention.backward(ctx.self_attention, ds1)
         dh1 = dquery + dkey + dvalue
-        dx = dx + self.residual1.enter_backward(ctx.enter1, dh1)
+        dx = dx_past + self.residual1.enter_backward(ctx.enter1, dh1)
         return dx
 
 

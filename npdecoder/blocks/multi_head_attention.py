@@ -74,9 +74,10 @@ class MemoryProjection(Layer):
     ) -> tuple[tuple[Array, Array], ProjectContext]:
         """key, value (B, S, d_model) -> (K, V): K (B, h, S, d_k), V (B, h, S, d_v)."""
         key, value = self._check_project(key, value)
-        K, W_k = self.W_k.forward(key)
-        V, W_v = self.W_v.forward(value)
-        K, V = split_heads(K, self.num_heads), split_heads(V, self.num_heads)
+        keys, W_k = self.W_k.forward(key)
+        values, W_v = self.W_v.forward(value)
+        K = split_heads(keys, self.num_heads)
+        V = split_heads(values, self.num_heads)
         return (K, V), ProjectContext(W_k, W_v)
 
     def project_backward(
@@ -155,8 +156,8 @@ class MemoryAttention(Layer):
         query, K, V = self._check_attend(query, K, V)
         mask = as_mask("mask", mask, (*K.shape[:2], query.shape[1], K.shape[2]))
         # 1. queries, head by head
-        Q, W_q = self.W_q.forward(query)
-        Q = split_heads(Q, self.num_heads)
+        queries, W_q = self.W_q.forward(query)
+        Q = split_heads(queries, self.num_heads)
         # 2. attention in every head
         context, attention = self.attention.forward(Q, K, V, mask, rng)
         # 3. heads side by side, mixed by W_o

@@ -50,11 +50,11 @@ class Residual(Layer):
         # 1. dropout
         s_dropped, dropout = self.dropout.forward(s, rng)
         # 2. add
-        y = x + s_dropped
+        total = x + s_dropped
         # 3. norm
-        norm = None
-        if self.place == "post":
-            y, norm = self.norm.forward(y)
+        if self.place == "pre":
+            return total, LeaveContext(dropout, None)
+        y, norm = self.norm.forward(total)
         return y, LeaveContext(dropout, norm)
 
     def leave_backward(self, ctx: LeaveContext, dy: Array) -> tuple[Array, Array]:
@@ -64,10 +64,9 @@ class Residual(Layer):
         through the norm; in Pre-LN it reaches x untouched.
         """
         # 3. norm
-        if ctx.norm is not None:
-            dy = self.norm.backward(ctx.norm, dy)
-        # 2. y = x + s_dropped, and 1. s_dropped = dropout(s)
-        return dy, self.dropout.backward(ctx.dropout, dy)
+        dtotal = dy if ctx.norm is None else self.norm.backward(ctx.norm, dy)
+        # 2. total = x + s_dropped, and 1. s_dropped = dropout(s)
+        return dtotal, self.dropout.backward(ctx.dropout, dtotal)
 
     def enter_backward(self, ctx: LayerNormContext | None, dh: Array) -> Array:
         """dh (B, T, d_model) -> dx of the path through the sublayer, to be added to the skip's."""

@@ -40,8 +40,8 @@ class LayerNorm(Layer):
         x = as_input("x", x, len(gamma), gamma.dtype)
 
         # 1. centre. Twice: where x is large beside its spread, the first mean is itself rounded.
-        xc = x - x.mean(axis=-1, keepdims=True)
-        xc -= xc.mean(axis=-1, keepdims=True)
+        nearly = x - x.mean(axis=-1, keepdims=True)
+        xc = nearly - nearly.mean(axis=-1, keepdims=True)
         # 2. the reciprocal of the standard deviation
         var = np.mean(xc * xc, axis=-1, keepdims=True)
         rstd = 1.0 / np.sqrt(var + self.eps)
