@@ -25,8 +25,17 @@ from npdecoder.blocks.multi_head_attention import (
     ProjectContext,
 )
 from npdecoder.blocks.residual import LeaveContext, Residual
-from npdecoder.core import Array, Layer, as_sequences, construction_rng, one_of, positive_int
+from npdecoder.core import (
+    Array,
+    Layer,
+    as_sequences,
+    construction_rng,
+    fraction,
+    one_of,
+    positive_int,
+)
 from npdecoder.layers.layer_norm import LayerNorm, LayerNormContext
+from npdecoder.masks import as_mask
 
 CROSS_ATTENTION = ("per_layer", "shared", "none")
 
@@ -82,7 +91,10 @@ class DecoderLayer(Layer):
     ) -> None:
         rng = construction_rng(rng)
         one_of("cross_attention", cross_attention, CROSS_ATTENTION)
-        attention_dropout = dropout if attention_dropout is None else attention_dropout
+        dropout = fraction("dropout", dropout)
+        if attention_dropout is None:
+            attention_dropout = dropout
+        attention_dropout = fraction("attention_dropout", attention_dropout)
         attention_options = (d_model, num_heads, d_k, d_v, attention_bias, attention_dropout)
         norm_options = (d_model, norm_eps, norm_bias)
 
@@ -123,7 +135,7 @@ class DecoderLayer(Layer):
         """
         gamma = self.norm1.gamma.value
         x = as_sequences("x", x, len(gamma), gamma.dtype)
-        self._check_memory(memory)
+        memory, target_mask, memory_mask = self._check(x, memory, target_mask, memory_mask)
         # 1. self-attention
         h1, enter1 = self.residual1.enter(x)
         s1, self_attention = self.self_attention.forward(h1, h1, h1, target_mask, rng)
@@ -186,16 +198,28 @@ class DecoderLayer(Layer):
         dx1 = dx1_past + self.residual2.enter_backward(ctx.enter, dh2)
         return (dx1, *dmemory)
 
-    def _check_memory(self, memory: Any) -> None:
+    def _check(
+        self, x: Array, memory: Any, target_mask: Any, memory_mask: Any
+    ) -> tuple[Any, Array | None, Array | None]:
+        """memory and the masks as arrays that fit x, or an error in the names of forward."""
+        (B, T, d_model), h = x.shape, self.self_attention.num_heads
+        target_mask = as_mask("target_mask", target_mask, (B, h, T, T))
         if self.cross_attention is None:
-            if memory is not None:
-                raise ValueError("memory was given, but this layer has no cross-attention")
-        elif memory is None:
-            raise ValueError("memory is None, but this layer has cross-attention")
-        elif not isinstance(self.cross_attention, MultiHeadAttention) and (
-            not isinstance(memory, tuple) or len(memory) != 2
-        ):
-            raise ValueError("memory is not a pair (K, V), which a layer with shared memory needs")
+            if memory is not None or memory_mask is not None:
+                raise ValueError("memory or memory_mask was given, but there is no cross-attention")
+            return None, target_mask, None
+        if memory is None:
+            raise ValueError("memory is None, but there is cross-attention")
+        if isinstance(self.cross_attention, MultiHeadAttention):
+            memory = as_sequences("memory", memory, d_model, x.dtype)
+            if len(memory) != B:
+                raise ValueError(f"x {x.shape} and memory {memory.shape}: expected one batch")
+            S = memory.shape[1]
+        else:
+            if not isinstance(memory, tuple) or len(memory) != 2 or np.ndim(memory[0]) != 4:
+                raise ValueError("memory is not the pair (K, V), which shared memory needs")
+            S = np.shape(memory[0])[2]
+        return memory, target_mask, as_mask("memory_mask", memory_mask, (B, h, T, S))
 
 
 class DecoderContext(NamedTuple):

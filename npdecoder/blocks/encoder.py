@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from npdecoder.blocks.feed_forward import FeedForward, FeedForwardContext
 from npdecoder.blocks.multi_head_attention import MultiHeadAttention, MultiHeadAttentionContext
 from npdecoder.blocks.residual import LeaveContext, Residual
-from npdecoder.core import Array, Layer, as_sequences, construction_rng, positive_int
+from npdecoder.core import Array, Layer, as_sequences, construction_rng, fraction, positive_int
 from npdecoder.layers.layer_norm import LayerNorm, LayerNormContext
 
 
@@ -58,7 +58,10 @@ class EncoderLayer(Layer):
         dtype: DTypeLike = np.float32,
     ) -> None:
         rng = construction_rng(rng)
-        attention_dropout = dropout if attention_dropout is None else attention_dropout
+        dropout = fraction("dropout", dropout)
+        if attention_dropout is None:
+            attention_dropout = dropout
+        attention_dropout = fraction("attention_dropout", attention_dropout)
         self.self_attention = MultiHeadAttention(
             d_model, num_heads, d_k, d_v, attention_bias, attention_dropout, rng=rng, dtype=dtype
         )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from npdecoder.core import Array, Layer, construction_rng, one_of, positive_int
+from npdecoder.core import Array, Layer, construction_rng, fraction, one_of, positive_int
 from npdecoder.layers.activations import GELU, GELUContext, ReLU, ReLUContext
 from npdecoder.layers.dropout import Dropout, DropoutContext
 from npdecoder.layers.linear import Linear, LinearContext
@@ -50,7 +50,7 @@ class FeedForward(Layer):
             self.activation = ReLU()
         else:
             self.activation = GELU("tanh" if activation == "gelu_tanh" else "none")
-        self.dropout = Dropout(dropout)
+        self.dropout = Dropout(fraction("dropout", dropout))
         self.linear2 = Linear(d_ff, d_model, bias, rng=rng, dtype=dtype)
 
     def forward(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from npdecoder.core import Array, Layer, as_array, as_gradient
+from npdecoder.core import Array, Layer, as_array, as_gradient, fraction
 from npdecoder.layers.dropout import Dropout, DropoutContext
 from npdecoder.layers.softmax import Softmax, SoftmaxContext
 from npdecoder.masks import as_mask
@@ -34,7 +34,7 @@ class ScaledDotProductAttention(Layer):
 
     def __init__(self, dropout: float = 0.0) -> None:
         self.softmax = Softmax()
-        self.dropout = Dropout(dropout)
+        self.dropout = Dropout(fraction("dropout", dropout))
 
     def forward(
         self,
@@ -122,5 +122,6 @@ def _apply_mask(S: Array, mask: Array | None) -> Array:
         return S
     if mask.dtype.kind == "b":
         return np.where(mask, S, -np.inf).astype(S.dtype, copy=False)
-    S_masked: Array = S + mask.astype(S.dtype, copy=False)
+    with np.errstate(over="ignore"):  # a bias below all numbers of the dtype blocks like -inf
+        S_masked: Array = S + mask.astype(S.dtype, copy=False)
     return S_masked
