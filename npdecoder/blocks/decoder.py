@@ -28,6 +28,7 @@ from npdecoder.blocks.residual import LeaveContext, Residual
 from npdecoder.core import (
     Array,
     Layer,
+    as_gradient,
     as_sequences,
     construction_rng,
     fraction,
@@ -156,8 +157,9 @@ class DecoderLayer(Layer):
         The same calls, in reverse. x1 and x2 go past a sublayer and through it: their gradients are
         the sum of both ways.
         """
+        dy = as_gradient("dy", dy, ctx.feed_forward.linear1.x.shape, self.norm1.gamma.dtype)
         # 3. feed-forward
-        dx2_past, ds3 = self.residual_last.leave_backward(ctx.leave_last, np.asarray(dy))
+        dx2_past, ds3 = self.residual_last.leave_backward(ctx.leave_last, dy)
         dh3 = self.feed_forward.backward(ctx.feed_forward, ds3)
         dx2 = dx2_past + self.residual_last.enter_backward(ctx.enter_last, dh3)
         # 2. cross-attention
@@ -288,7 +290,12 @@ class Decoder(Layer):
         layer_memory: Any = memory
         if self.memory_projection is not None:
             if memory is None:
-                raise ValueError("memory is None, but this decoder has cross-attention")
+                raise ValueError("memory is None, but there is cross-attention")
+            gamma = self.layers[0].norm1.gamma.value
+            x = as_sequences("x", x, len(gamma), gamma.dtype)
+            memory = as_sequences("memory", memory, len(gamma), gamma.dtype)
+            if len(memory) != len(x):
+                raise ValueError(f"x {x.shape} and memory {memory.shape}: expected one batch")
             layer_memory, project = self.memory_projection.forward(memory)
         layers = []
         for layer in self.layers:

@@ -10,7 +10,15 @@ from numpy.typing import ArrayLike, DTypeLike
 from npdecoder.blocks.feed_forward import FeedForward, FeedForwardContext
 from npdecoder.blocks.multi_head_attention import MultiHeadAttention, MultiHeadAttentionContext
 from npdecoder.blocks.residual import LeaveContext, Residual
-from npdecoder.core import Array, Layer, as_sequences, construction_rng, fraction, positive_int
+from npdecoder.core import (
+    Array,
+    Layer,
+    as_gradient,
+    as_sequences,
+    construction_rng,
+    fraction,
+    positive_int,
+)
 from npdecoder.layers.layer_norm import LayerNorm, LayerNormContext
 
 
@@ -95,8 +103,9 @@ class EncoderLayer(Layer):
         x1 goes two ways, past the sublayer and through it: its gradient is the sum of both. h1 is
         query, key and value at once: the sum of three.
         """
+        dy = as_gradient("dy", dy, ctx.feed_forward.linear1.x.shape, self.norm1.gamma.dtype)
         # 2. feed-forward
-        dx1_past, ds2 = self.residual2.leave_backward(ctx.leave2, np.asarray(dy))
+        dx1_past, ds2 = self.residual2.leave_backward(ctx.leave2, dy)
         dh2 = self.feed_forward.backward(ctx.feed_forward, ds2)
         dx1 = dx1_past + self.residual2.enter_backward(ctx.enter2, dh2)
         # 1. self-attention

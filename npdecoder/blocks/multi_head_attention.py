@@ -15,7 +15,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from npdecoder.core import Array, Layer, as_array, as_sequences, construction_rng, positive_int
+from npdecoder.core import (
+    Array,
+    Layer,
+    as_array,
+    as_gradient,
+    as_sequences,
+    construction_rng,
+    positive_int,
+)
 from npdecoder.layers.attention import AttentionContext, ScaledDotProductAttention
 from npdecoder.layers.linear import Linear, LinearContext
 from npdecoder.masks import as_mask
@@ -62,6 +70,8 @@ class MemoryProjection(Layer):
 
     def forward(self, memory: ArrayLike) -> tuple[tuple[Array, Array], ProjectContext]:
         """memory (B, S, d_model) -> (K, V): K (B, h, S, d_k), V (B, h, S, d_v)."""
+        W_k = self.W_k.W.value
+        memory = as_sequences("memory", memory, len(W_k), W_k.dtype)
         return self.project(memory, memory)
 
     def backward(self, ctx: ProjectContext, dy: tuple[ArrayLike, ArrayLike]) -> Array:
@@ -84,9 +94,19 @@ class MemoryProjection(Layer):
         self, ctx: ProjectContext, dK: ArrayLike, dV: ArrayLike
     ) -> tuple[Array, Array]:
         """dK (B, h, S, d_k), dV (B, h, S, d_v) -> dkey, dvalue (B, S, d_model)."""
-        dvalue = self.W_v.backward(ctx.W_v, merge_heads(np.asarray(dV)))
-        dkey = self.W_k.backward(ctx.W_k, merge_heads(np.asarray(dK)))
+        dK, dV = self._check_dK_dV(ctx, dK, dV)
+        dvalue = self.W_v.backward(ctx.W_v, merge_heads(dV))
+        dkey = self.W_k.backward(ctx.W_k, merge_heads(dK))
         return dkey, dvalue
+
+    def _check_dK_dV(
+        self, ctx: ProjectContext, dK: ArrayLike, dV: ArrayLike
+    ) -> tuple[Array, Array]:
+        W_k, W_v, h = self.W_k.W.value, self.W_v.W.value, self.num_heads
+        B, S, _ = ctx.W_k.x.shape
+        dK = as_gradient("dK", dK, (B, h, S, W_k.shape[1] // h), W_k.dtype)
+        dV = as_gradient("dV", dV, (B, h, S, W_v.shape[1] // h), W_k.dtype)
+        return dK, dV
 
     def _check_project(self, key: ArrayLike, value: ArrayLike) -> tuple[Array, Array]:
         W_k = self.W_k.W.value

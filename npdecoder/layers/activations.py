@@ -12,7 +12,7 @@ from npdecoder.core import Array, Layer, as_array, as_gradient, one_of
 
 
 class ReLUContext(NamedTuple):
-    positive: Array  # (...), bool
+    y: Array  # (...), positive where x is
 
 
 class ReLU(Layer):
@@ -23,7 +23,7 @@ class ReLU(Layer):
         x = as_array("x", x)
         # 1. y = max(x, 0)
         y: Array = np.maximum(x, 0)
-        return y, ReLUContext(x > 0)
+        return y, ReLUContext(y)
 
     def backward(self, ctx: ReLUContext, dy: ArrayLike) -> Array:
         """dy (...) -> dx (...).
@@ -31,12 +31,12 @@ class ReLU(Layer):
         Derivation: y_i is x_i where x_i > 0, else the constant 0: dy_i/dx_i is 1 or 0. At x_i = 0,
         where y has a kink and no derivative, 0 is taken, as is usual.
         In NumPy:
-            dx = dy * positive
+            dx = dy * (y > 0)
         """
-        dy = as_array("dy", dy)
-        dy = as_gradient("dy", dy, ctx.positive.shape, dy.dtype)
+        y = ctx.y
+        dy = as_gradient("dy", dy, y.shape, y.dtype)
         # 1. y = max(x, 0)
-        dx: Array = dy * ctx.positive
+        dx: Array = dy * (y > 0)
         return dx
 
 

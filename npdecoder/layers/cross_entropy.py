@@ -29,6 +29,8 @@ class CrossEntropy(Layer):
     """
 
     def __init__(self, ignore_index: int | None = None, label_smoothing: float = 0.0) -> None:
+        if ignore_index is not None and not isinstance(ignore_index, (int, np.integer)):
+            raise TypeError(f"ignore_index is {ignore_index!r}, expected an integer or None")
         self.ignore_index = ignore_index
         self.label_smoothing = fraction("label_smoothing", label_smoothing)
 
@@ -77,7 +79,7 @@ class CrossEntropy(Layer):
 
         # 3., 2. and 1.: p - (1 - e) onehot - e/V, in one array
         with np.errstate(under="ignore"):
-            dlogits = np.exp(log_p)
+            dlogits = np.exp(log_p, order="C")  # so that rows is a view, whatever log_p's layout
         rows = dlogits.reshape(-1, V)
         rows[np.arange(len(rows)), targets.reshape(-1)] -= 1.0 - e
         if e > 0.0:

@@ -64,7 +64,7 @@ class LanguageModel(TokenModel):
 
         Errors: TypeError and IndexError for bad ids; ValueError for shapes, masks and lengths.
         """
-        ids = as_batch("ids", ids, self.config.vocab_size)
+        ids = as_batch("ids", ids, self.config.vocab_size, self.config)
         keep = self._causal_mask("mask", ids, mask)
         # 1. embed
         x, embed = self._embed(ids, self.embedding, self.positions, rng)

@@ -92,9 +92,18 @@ def token_positions(ids: NDArray[np.intp], pad_id: int | None) -> NDArray[np.int
     return positions
 
 
-def as_batch(name: str, ids: ArrayLike, vocab_size: int) -> NDArray[np.intp]:
-    """ids (B, T) as intp. Errors: those of as_ids, and ValueError for another rank."""
+def as_batch(name: str, ids: ArrayLike, vocab_size: int, config: ModelConfig) -> NDArray[np.intp]:
+    """ids (B, T) as intp.
+
+    Errors: those of as_ids; ValueError for another rank, and for more tokens that are not padding
+    than max_len.
+    """
     array = as_ids(name, ids, vocab_size)
     if array.ndim != 2:
         raise ValueError(f"{name} has shape {array.shape}, expected (B, T)")
+    longest = array.shape[1]
+    if longest > config.max_len and config.pad_id is not None:
+        longest = int((array != config.pad_id).sum(axis=1).max(initial=0))
+    if longest > config.max_len:
+        raise ValueError(f"{name} has {longest} positions, more than max_len {config.max_len}")
     return array

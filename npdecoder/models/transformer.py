@@ -97,6 +97,7 @@ class Transformer(TokenModel):
         Errors: TypeError and IndexError for bad ids; ValueError for shapes, masks and lengths.
         """
         source_ids, target_ids = self._check_ids(source_ids, target_ids)
+        self._causal_mask("target_mask", target_ids, target_mask)  # an error is to come before work
         # 1. encode
         memory, encode = self.encode(source_ids, source_mask, rng)
         # 2. decode
@@ -117,7 +118,8 @@ class Transformer(TokenModel):
         rng: np.random.Generator | None = None,
     ) -> tuple[Array, EncodeContext]:
         """source_ids (B, S) -> memory (B, S, d_model)."""
-        source_ids = as_batch("source_ids", source_ids, self.config.source_vocab_size)
+        c = self.config
+        source_ids = as_batch("source_ids", source_ids, c.source_vocab_size, c)
         keep = self._source_mask(source_ids, source_mask)
         x, embed = self._embed(source_ids, self.source_embedding, self.source_positions, rng)
         memory, encoder = self.encoder.forward(x, keep, rng)
@@ -139,6 +141,9 @@ class Transformer(TokenModel):
     ) -> tuple[Array, DecodeContext]:
         """target_ids (B, T), memory (B, S, d_model) of source_ids -> logits (B, T, V)."""
         source_ids, target_ids = self._check_ids(source_ids, target_ids)
+        if np.shape(memory)[:2] != source_ids.shape:
+            shapes = f"memory {np.shape(memory)} and source_ids {source_ids.shape}"
+            raise ValueError(f"{shapes}: expected (B, S, d_model) and (B, S)")
         memory_keep = self._source_mask(source_ids, source_mask)
         target_keep = self._causal_mask("target_mask", target_ids, target_mask)
         # 1. embed
@@ -167,8 +172,9 @@ class Transformer(TokenModel):
     def _check_ids(
         self, source_ids: ArrayLike, target_ids: ArrayLike
     ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        source_ids = as_batch("source_ids", source_ids, self.config.source_vocab_size)
-        target_ids = as_batch("target_ids", target_ids, self.config.target_vocab_size)
+        c = self.config
+        source_ids = as_batch("source_ids", source_ids, c.source_vocab_size, c)
+        target_ids = as_batch("target_ids", target_ids, c.target_vocab_size, c)
         if len(source_ids) != len(target_ids):
             raise ValueError(
                 f"source_ids {source_ids.shape} and target_ids {target_ids.shape}: expected (B, S) "
