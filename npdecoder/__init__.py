@@ -14,6 +14,7 @@ from npdecoder.checkpoint import load_weights, save_weights
 from npdecoder.core import Layer, Parameter
 from npdecoder.decoding import greedy_decode
 from npdecoder.gradcheck import gradcheck
+from npdecoder.interop import load_torch_state_dict, read_torch_file, torch_state_dict
 from npdecoder.layers import (
     GELU,
     CrossEntropy,
@@ -94,4 +95,8 @@ __all__ = [  # noqa: RUF022  (grouped as the README explains them)
     # files
     "save_weights",
     "load_weights",
+    # PyTorch
+    "load_torch_state_dict",
+    "torch_state_dict",
+    "read_torch_file",
 ]

@@ -47,7 +47,8 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Array]:
     """
     _check_suffix(path)
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # np.load would leave a path it opened itself open when the file is damaged
+        with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except (FileNotFoundError, IsADirectoryError, PermissionError):
         raise
