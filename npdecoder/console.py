@@ -27,10 +27,9 @@ def shown(text: str, encoding: str | None = None) -> str:
 
 def width(text: str) -> int:
     """How many columns the text takes: Chinese characters take two, combining marks none."""
-    return sum(
-        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
-        for c in text
-    )
+    marks = [unicodedata.category(c) in ("Mn", "Me") for c in text]
+    wide = [unicodedata.east_asian_width(c) in "WF" for c in text]
+    return sum(0 if m else 2 if w else 1 for m, w in zip(marks, wide))
 
 
 def left(text: str, columns: int) -> str:

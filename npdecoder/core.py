@@ -13,6 +13,7 @@ one, a tuple for several, the empty tuple for none. No call writes into its argu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -272,18 +273,35 @@ def as_ids(name: str, ids: ArrayLike, size: int) -> NDArray[np.intp]:
 
 
 def positive_int(name: str, value: Any) -> int:
+    return integer(name, value, 1)
+
+
+def integer(name: str, value: Any, at_least: int | None = None) -> int:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} is {value!r}, expected an integer")
-    if value < 1:
-        raise ValueError(f"{name} is {value}, expected at least 1")
+    if at_least is not None and value < at_least:
+        raise ValueError(f"{name} is {value}, expected at least {at_least}")
     return int(value)
 
 
+def non_negative(name: str, value: Any) -> float:
+    """value as a float >= 0; NaN and inf are refused."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {value!r}, expected a number")
+    number = float(value)
+    if not 0.0 <= number < float("inf"):
+        raise ValueError(f"{name} is {value}, expected a finite number >= 0")
+    return number
+
+
 def fraction(name: str, value: Any) -> float:
-    """value as a float in [0, 1]; NaN is refused too."""
-    if not 0.0 <= value <= 1.0:
+    """value as a float in [0, 1]; NaN is refused."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {value!r}, expected a number in [0, 1]")
+    number = float(value)
+    if not 0.0 <= number <= 1.0:
         raise ValueError(f"{name} is {value}, expected a number in [0, 1]")
-    return float(value)
+    return number
 
 
 def one_of(name: str, value: Any, choices: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from npdecoder.core import Array, as_array, as_ids
+from npdecoder.core import Array, as_array, as_ids, integer
 
 BoolArray = NDArray[np.bool_]
 
@@ -21,7 +21,8 @@ def causal_mask(T: int, S: int | None = None) -> BoolArray:
     right corner), as it must be when the first S - T keys were computed before: query t sees the
     keys s <= t + S - T. With S < T the first T - S queries see nothing.
     """
-    S = T if S is None else S
+    T = integer("T", T, 0)
+    S = T if S is None else integer("S", S, 0)
     return np.tri(T, S, k=S - T, dtype=np.bool_)
 
 
@@ -31,7 +32,9 @@ def padding_mask(ids: ArrayLike, pad_id: int | None) -> BoolArray:
     pad_id None: there is no padding. Errors: TypeError for ids that are not integers.
     """
     ids = _batch_of_ids(ids)
-    real = np.ones(ids.shape, np.bool_) if pad_id is None else ids != pad_id
+    real = np.ones(ids.shape, np.bool_)
+    if pad_id is not None:
+        real = ids != integer("pad_id", pad_id)
     return real[:, None, None, :]
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from npdecoder.core import Array, Parameter, positive_int
+from npdecoder.core import Array, Parameter, integer, non_negative, positive_int
 
 Parameters = Parameter | Iterable[Parameter | Mapping[str, Any]]
 Schedule = Callable[[int], float]
@@ -60,7 +60,7 @@ class Optimizer:
     def __init__(self, parameters: Parameters, lr: float, **options: float) -> None:
         self.lr = lr
         self.steps = 0
-        defaults = {name: _non_negative(name, value) for name, value in options.items()}
+        defaults = {name: non_negative(name, value) for name, value in options.items()}
         items = _listed("parameters", parameters)
         if items and all(isinstance(item, Mapping) for item in items):
             self.groups = [self._group(f"group {i}", g, defaults) for i, g in enumerate(items)]
@@ -81,7 +81,7 @@ class Optimizer:
         parameters = _distinct(f"params of {where}", given.get("params", ()))
         if not parameters:
             raise ValueError(f"{where} has no parameters")
-        own = {name: _non_negative(f"{name} of {where}", given[name])
+        own = {name: non_negative(f"{name} of {where}", given[name])
                for name in known[1:] if name in given}
         if "lr" in own and self.lr == 0.0:
             raise ValueError(f"{where} has lr {own['lr']} but the base lr is 0.0, expected a "
@@ -95,7 +95,7 @@ class Optimizer:
 
     @lr.setter
     def lr(self, new: float) -> None:
-        self._lr = _non_negative("lr", new)
+        self._lr = non_negative("lr", new)
 
     def parameters(self) -> list[Parameter]:
         """The distinct parameters of all groups, in the order that the state dict numbers them."""
@@ -251,8 +251,8 @@ def constant_schedule(lr: float, warmup: int = 0) -> Schedule:
 
     Errors: ValueError for an lr that is negative or not finite, or a negative warmup.
     """
-    lr = _non_negative("lr", lr)
-    warmup = _warmup(warmup)
+    lr = non_negative("lr", lr)
+    warmup = integer("warmup", warmup, 0)
 
     def schedule(n: int) -> float:
         n = positive_int("n", n)
@@ -300,8 +300,8 @@ def noam_schedule(d_model: int, warmup: int, factor: float = 1.0) -> Schedule:
 
     Errors: ValueError for d_model < 1, warmup < 0, and a factor that is negative or not finite.
     """
-    scale: float = _non_negative("factor", factor) * positive_int("d_model", d_model) ** -0.5
-    warmup = _warmup(warmup)
+    scale: float = non_negative("factor", factor) * positive_int("d_model", d_model) ** -0.5
+    warmup = integer("warmup", warmup, 0)
 
     def schedule(n: int) -> float:
         n = positive_int("n", n)
@@ -315,8 +315,8 @@ def _warmup_and_decay(
     lr: float, total: int, warmup: int, final: float, decay: Callable[[float], float]
 ) -> Schedule:
     """decay falls from decay(0) = 1 to decay(1) = 0."""
-    lr, final = _non_negative("lr", lr), _non_negative("final", final)
-    total, warmup = positive_int("total", total), _warmup(warmup)
+    lr, final = non_negative("lr", lr), non_negative("final", final)
+    total, warmup = positive_int("total", total), integer("warmup", warmup, 0)
     if warmup > total:
         raise ValueError(f"warmup is {warmup}, expected at most total, which is {total}")
 
@@ -380,21 +380,6 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def _non_negative(name: str, value: Any) -> float:
-    number = _number(name, value)
-    if not 0.0 <= number < math.inf:
-        raise ValueError(f"{name} is {number}, expected a finite number >= 0")
-    return number
-
-
-def _warmup(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"warmup is {value!r}, expected an integer")
-    if value < 0:
-        raise ValueError(f"warmup is {value}, expected at least 0")
-    return int(value)
-
-
 def _listed(name: str, parameters: Any) -> list[Any]:
     """The items of an iterable that has an order; a Parameter alone is a list of one."""
     if isinstance(parameters, Parameter):
@@ -427,7 +412,7 @@ def _converted_like(old: Any, name: str, new: Any) -> Any:
     if not isinstance(old, np.ndarray):
         if isinstance(old, int) and array.dtype.kind not in "iu":
             raise TypeError(f"{name} is {new!r}, expected an integer")
-        number = _non_negative(name, array.item())
+        number = non_negative(name, array.item())
         return int(number) if isinstance(old, int) else number
     if array.dtype.kind != "f":
         raise TypeError(f"{name} holds {array.dtype}, expected floats")

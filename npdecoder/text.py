@@ -76,7 +76,7 @@ class Vocabulary:
     tokens: the ordinary tokens in the order of their ids, 4 and up.
 
     Errors: ValueError for a token that comes twice or is one of the special tokens; TypeError for
-    one string in place of a list of tokens.
+    one string in place of a list of tokens, and for tokens that are no strings.
     """
 
     pad_id = 0
@@ -87,6 +87,8 @@ class Vocabulary:
     def __init__(self, tokens: Iterable[str]) -> None:
         _refuse_text(tokens)
         ordinary = list(tokens)
+        if not all(isinstance(token, str) for token in ordinary):
+            raise TypeError("tokens holds something else than strings")
         self.tokens = [*SPECIAL_TOKENS, *ordinary]  # all of them; the index is the id
         repeated = [token for token, count in Counter(self.tokens).items() if count > 1]
         if repeated:

@@ -28,10 +28,14 @@ def train_step(
     """One update from one batch -> its loss, and how many targets that is the mean of.
 
     model: any Layer from batch.inputs to logits. max_norm: clips the gradient. rng: for dropout.
+
+    Errors: FloatingPointError for a loss that is not finite; the weights are then as before.
     """
     optimizer.zero_grad()
     logits, ctx = model.forward(*batch.inputs, rng=rng)
     loss, loss_ctx = criterion.forward(logits, batch.targets)
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss is {loss}: try a smaller learning rate")
     model.backward(ctx, criterion.backward(loss_ctx))
     if max_norm is not None:
         clip_grad_norm(optimizer.parameters(), max_norm)
@@ -76,21 +80,24 @@ def train(
     validate: returns the validation loss; called after every validate_every updates and the last.
     progress: shown on stderr; None: by Progress(steps), which is quiet if that is no terminal.
 
-    Errors: ValueError for an epoch without batches; FloatingPointError if a loss is not finite,
-    with the weights as they were before that step's batch made it so.
+    Errors: ValueError for an epoch without batches; FloatingPointError for a loss that is not
+    finite; the weights are then those before that step.
     """
-    progress = Progress(positive_int("steps", steps)) if progress is None else progress
+    steps = positive_int("steps", steps)
+    validate_every = positive_int("validate_every", validate_every)
+    progress = Progress(steps) if progress is None else progress
     losses: list[float] = []
     with progress:
         for batch in _endless(epoch):
             if schedule is not None:
                 optimizer.lr = schedule(len(losses) + 1)
-            loss, count = train_step(model, criterion, optimizer, batch, max_norm=max_norm, rng=rng)
-            losses.append(loss)
-            if not math.isfinite(loss):
-                raise FloatingPointError(
-                    f"the loss is {loss} at step {len(losses)}: try a smaller learning rate"
+            try:
+                loss, count = train_step(
+                    model, criterion, optimizer, batch, max_norm=max_norm, rng=rng
                 )
+            except FloatingPointError as error:
+                raise FloatingPointError(f"step {len(losses) + 1}: {error}") from None
+            losses.append(loss)
             progress.step(loss, count)
             if validate is not None and (
                 len(losses) % validate_every == 0 or len(losses) == steps

@@ -70,13 +70,15 @@ class Translator:
         """The cross-attention of text and its translation."""
         (source,) = self._encode([text])
         (target,) = self.translate_ids([source])
-        ids = self.target_vocabulary.encode(target, warn=False)
-        batch = self.batch([(source, ids)])
-        _, ctx = self.model.forward(*batch.inputs)
+        batch = self.batch([(source, self.target_vocabulary.encode(target, warn=False))])
+        source_ids, target_ids = batch.inputs
+        target_ids = target_ids[:, : self.model.config.max_len]  # longer if EOS never came
+        _, ctx = self.model.forward(source_ids, target_ids)
         cross: Any = ctx.decode.decoder.layers[-1].cross
         attend = getattr(cross.attention, "attend", cross.attention)
-        source_tokens = [self.source_vocabulary.tokens[i] for i in batch.inputs[0][0]]
-        return Alignment(source_tokens, [*target, "<eos>"], attend.attention.A[0].mean(axis=0))
+        source_tokens = [self.source_vocabulary.tokens[i] for i in source_ids[0]]
+        target_tokens = [*target, "<eos>"][: target_ids.shape[1]]
+        return Alignment(source_tokens, target_tokens, attend.attention.A[0].mean(axis=0))
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[PairOfIds]:
         """Pairs of texts as pairs of ids; unknown words become <unk> without a warning."""
@@ -139,7 +141,14 @@ class Translator:
             model = Transformer(config, dtype=dtype)
             model.load_state_dict(arrays)
             return cls(model, source, target)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            RecursionError,  # of JSON in JSON in JSON ...
+            MemoryError,  # of sizes that no file of weights has
+        ) as error:
             raise ValueError(f"{path} is not a translator saved by npdecoder: {error}") from error
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:

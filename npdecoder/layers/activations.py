@@ -22,7 +22,7 @@ class ReLU(Layer):
         """x (...) -> y (...)."""
         x = as_array("x", x)
         # 1. y = max(x, 0)
-        y: Array = np.maximum(x, 0)
+        y = np.maximum(x, x.dtype.type(0))
         return y, ReLUContext(y)
 
     def backward(self, ctx: ReLUContext, dy: ArrayLike) -> Array:
@@ -65,7 +65,7 @@ class GELU(Layer):
         # 1. Phi(x)
         Phi, dPhi = _normal_cdf(x) if self.approximate == "none" else _tanh_cdf(x)
         # 2. y = x * Phi
-        y: Array = x * Phi
+        y = np.asarray(x * Phi, x.dtype)  # before NumPy 2 a single float32 number becomes float64
         return y, GELUContext(x, Phi, dPhi)
 
     def backward(self, ctx: GELUContext, dy: ArrayLike) -> Array:
@@ -81,7 +81,7 @@ class GELU(Layer):
         x, Phi, dPhi = ctx
         dy = as_gradient("dy", dy, x.shape, x.dtype)
         # 2. y = x * Phi, and 1. Phi(x)
-        dx: Array = dy * (Phi + x * dPhi)
+        dx = np.asarray(dy * (Phi + x * dPhi), x.dtype)
         return dx
 
 

@@ -62,7 +62,7 @@ class Dropout(Layer):
 def _keep_scaled(keep: NDArray[np.bool_], x: Array, p: float) -> Array:
     if p == 1.0:  # nothing is kept, and 0 * (x / 0) would be NaN
         return np.zeros_like(x)
-    y: Array = x / (1.0 - p)
+    y: Array = x / x.dtype.type(1.0 - p)
     with np.errstate(invalid="ignore"):  # a dropped inf is NaN, as a dropped NaN is
         y *= keep
     return y

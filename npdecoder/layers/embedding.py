@@ -92,6 +92,8 @@ class Unembedding(Layer):
     """
 
     def __init__(self, embedding: Embedding, bias: bool = False) -> None:
+        if not isinstance(embedding, Embedding):
+            raise TypeError(f"embedding is a {type(embedding).__name__}, expected an Embedding")
         self.W = embedding.W
         self.b = Parameter(np.zeros(len(self.W.value), self.W.dtype)) if bias else None
 

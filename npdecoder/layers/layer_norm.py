@@ -7,7 +7,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from npdecoder.core import Array, Layer, Parameter, as_gradient, as_input, positive_int
+from npdecoder.core import (
+    Array,
+    Layer,
+    Parameter,
+    as_gradient,
+    as_input,
+    non_negative,
+    positive_int,
+)
 
 
 class LayerNormContext(NamedTuple):
@@ -28,9 +36,7 @@ class LayerNorm(Layer):
     def __init__(
         self, d_model: int, eps: float = 1e-5, bias: bool = True, *, dtype: DTypeLike = np.float32
     ) -> None:
-        if not 0.0 <= eps < float("inf"):
-            raise ValueError(f"eps is {eps}, expected a finite number >= 0")
-        self.eps = float(eps)
+        self.eps = non_negative("eps", eps)
         self.gamma = Parameter(np.ones(positive_int("d_model", d_model), dtype))
         self.beta = Parameter(np.zeros(d_model, dtype)) if bias else None
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from npdecoder.blocks.feed_forward import ACTIVATIONS
 from npdecoder.blocks.multi_head_attention import head_widths
-from npdecoder.core import fraction, one_of, positive_int
+from npdecoder.core import fraction, integer, non_negative, one_of, positive_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +56,7 @@ class ModelConfig:
         if self.d_ff is not None:
             positive_int("d_ff", self.d_ff)
         positive_int("max_len", self.max_len)
-        if not 0.0 <= self.norm_eps < float("inf"):
-            raise ValueError(f"norm_eps is {self.norm_eps}, expected a finite number >= 0")
+        non_negative("norm_eps", self.norm_eps)
         one_of("norm", self.norm, ("pre", "post"))
         one_of("activation", self.activation, ACTIVATIONS)
         one_of("positions", self.positions, ("sinusoidal", "learned"))
@@ -78,11 +75,7 @@ class ModelConfig:
         return {name: getattr(self, name) for name in (*sizes, *norms, *others, *rates)}
 
     def _check_pad_id(self, vocab_size: int) -> None:
-        if self.pad_id is None:
-            return
-        if not isinstance(self.pad_id, (int, np.integer)) or isinstance(self.pad_id, bool):
-            raise TypeError(f"pad_id is {self.pad_id!r}, expected an integer or None")
-        if not 0 <= self.pad_id < vocab_size:
+        if self.pad_id is not None and integer("pad_id", self.pad_id, 0) >= vocab_size:
             raise ValueError(
                 f"pad_id is {self.pad_id}, expected an id in [0, {vocab_size}), or None"
             )

@@ -40,6 +40,8 @@ class LanguageModel(TokenModel):
         *,
         dtype: DTypeLike = np.float32,
     ) -> None:
+        if not isinstance(config, LanguageModelConfig):
+            raise TypeError(f"config is a {type(config).__name__}, expected a LanguageModelConfig")
         super().__init__(config)
         rng = construction_rng(rng)
         self.config = c = config

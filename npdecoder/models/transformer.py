@@ -54,6 +54,8 @@ class Transformer(TokenModel):
         *,
         dtype: DTypeLike = np.float32,
     ) -> None:
+        if not isinstance(config, TransformerConfig):
+            raise TypeError(f"config is a {type(config).__name__}, expected a TransformerConfig")
         super().__init__(config)
         rng = construction_rng(rng)
         self.config = c = config
