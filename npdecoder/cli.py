@@ -31,24 +31,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, 1 (a gradient is wrong), 2 (an error), 130 (Ctrl-C)."""
     console.prepare(sys.stdout)
     console.prepare(sys.stderr)
-    parser = _parser()
-    args = parser.parse_args(argv)
-    with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
-        warnings.simplefilter("always", UserWarning)
-        try:
+    try:
+        args = _parser().parse_args(argv)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            warnings.simplefilter("always", UserWarning)
+            warnings.simplefilter("ignore", RuntimeWarning)  # an overflow ends in its own error
             code = int(args.run(args))
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
             return code
-        except BrokenPipeError:  # | head: nobody reads on, and the flush at exit shall not fail
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        except (OSError, ValueError, IndexError, TypeError, FloatingPointError) as error:
-            print(f"npdecoder: error: {_one_line(error)}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            print("npdecoder: stopped", file=sys.stderr)
-            return 130
+    except BrokenPipeError:  # | head: nobody reads on
+        return 0
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError) as error:
+        print(f"npdecoder: error: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("npdecoder: stopped", file=sys.stderr)
+        return 130
+    finally:
+        _flush()
+
+
+def _flush() -> None:
+    """Write out what is buffered, or drop it: Python's own try at exit shall not fail."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Parser(argparse.ArgumentParser):
@@ -139,24 +150,29 @@ def _help(text: str) -> str:
 
 
 def positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
+    return _int(text, 1)
 
 
 def natural_int(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return _int(text, 0)
+
+
+def _int(text: str, at_least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = at_least - 1
+    if value < at_least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {at_least}")
     return value
 
 
 def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
-        name = f"{error.filename}: " if error.filename else ""
-        return f"{name}{error.strerror}"
-    return " ".join(str(error).split())
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    else:
+        text = str(error) or type(error).__name__
+    return " ".join(text.split())
 
 
 def _show_warning(message: Warning | str, *details: Any, **more: Any) -> None:
@@ -354,8 +370,11 @@ def _translate(args: argparse.Namespace) -> int:
         (output,) = translator.translate([" ".join(args.text)])
         print(output)
         return 0
+    if sys.stdin is None:
+        raise ValueError("there is no text: give it as an argument or on standard input")
     for line in sys.stdin:
-        print(*translator.translate([line]) if line.strip() else [""], flush=True)
+        text = line.lstrip("\ufeff").strip()  # a byte order mark, if the lines come from a file
+        print(*translator.translate([text]) if text else [""], flush=True)
     return 0
 
 

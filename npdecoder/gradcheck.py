@@ -7,6 +7,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -296,9 +297,12 @@ class _Check:
 
             scale = _scale(a, n)
             kinks, misses = 0, 0
+            zero = bool(np.abs(a).max(initial=0.0) <= ZERO)
             if not scale <= ZERO:
                 for i in np.flatnonzero(~(np.abs(a - n) <= self.tolerance * scale)):
-                    n[i], kink = self.second_look(array, start, moves[i], slopes[i], a[i], scale)
+                    n[i], kink = self.second_look(
+                        array, start, moves[i], slopes[i], a[i], scale, zero
+                    )
                     between = n[i] == a[i]
                     kinks += kink and between
                     misses += kink and not between
@@ -341,31 +345,43 @@ class _Check:
         first: _Slopes,
         a: Any,
         scale: Any,
+        zero: bool,
     ) -> tuple[Any, bool]:
         """A better numeric slope for an entry that disagrees, and whether it stands at a kink.
 
-        Larger steps are better where rounding hides the slope (from two of them the curvature's
-        part, of order h^2, cancels), smaller ones where curvature or a kink nearby bends it. The
-        entry is right if two of these estimates say so: one alone might by chance. At a kink the
-        slopes of both sides differ however small the step is; the entry may be any between them.
+        Other estimates of the slope, each good against one evil:
+            rounding            larger steps; of three, the errors of order h^2 and h^4 cancel
+            curvature           smaller steps
+            kinks all around    smaller steps; one side alone, of two the error of order h cancels
+        The entry is right if two of a kind say so: one alone might by chance. At a kink the slopes
+        of both sides differ however small the step is; the entry may be any between them.
         """
         move, h = step
-        larger = self.slopes(array, start, move, 10 * h).central
-        largest = self.slopes(array, start, move, 20 * h).central
-        small = self.slopes(array, start, move, h / 10)
-        smallest = self.slopes(array, start, move, h / 20).central
-        estimates = [first.central, small.central, smallest, larger, (4 * larger - largest) / 3]
-        slack = self.tolerance * scale
-        nearest, second, *_ = sorted(estimates, key=lambda n: abs(n - a))
+        # a gradient of zero is right to within ZERO, whatever rounding made of the first slope
+        slack = max(self.tolerance * scale, ZERO if zero else 0.0)
+
+        small = [self.slopes(array, start, move, h / k) for k in (10, 30, 100, 300)]
+        large = [self.slopes(array, start, move, 10 * h * 2**k).central for k in range(7)]
+        without_h2 = [(4 * fine - coarse) / 3 for fine, coarse in pairwise(large)]
+        without_h4 = [(16 * fine - coarse) / 15 for fine, coarse in pairwise(without_h2)]
+        both_sides = [first.central, *(slope.central for slope in small)]
+        both_sides += [large[0], without_h2[0], *without_h4]
+        nearest, second, *_ = sorted(both_sides, key=lambda n: abs(n - a))
         if abs(second - a) <= slack:
             return nearest, False
 
-        gap, small_gap = abs(first.right - first.left), abs(small.right - small.left)
-        rounding = sum(np.abs(y * dy).sum() for y, dy in zip(self.y, self.dy)) * 1e-14 / (h / 10)
-        if not small_gap > max(0.5 * gap, rounding):
-            return first.central, False
-        low, high = sorted((small.left, small.right))
-        return (a if low - slack <= a <= high + slack else first.central), True
+        wide, narrow = small[0], small[2]
+        gap, narrow_gap = abs(wide.right - wide.left), abs(narrow.right - narrow.left)
+        rounding = sum(np.abs(y * dy).sum() for y, dy in zip(self.y, self.dy)) * 1e-14 / (h / 100)
+        if narrow_gap > max(0.2 * gap, rounding):  # without a kink it is 0.1 of the gap
+            low, high = sorted((narrow.left, narrow.right))
+            return (a if low - slack <= a <= high + slack else first.central), True
+
+        for outer, inner, innermost in zip(first[1:], small[0][1:], small[1][1:]):  # left, right
+            one_side = [(10 * inner - outer) / 9, (3 * innermost - inner) / 2]
+            if max(abs(n - a) for n in one_side) <= slack:
+                return one_side[1], False
+        return first.central, False
 
 
 def _scale(a: Array, n: Array) -> Any:

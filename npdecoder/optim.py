@@ -5,7 +5,7 @@ One update of training, n = 1, 2, 3, ...:
     optimizer.zero_grad()
     loss, ctx = ...                          # forward and backward fill parameter.grad
     norm = clip_grad_norm(optimizer.parameters(), max_norm)
-    optimizer.lr = schedule(n)               # n = optimizer.steps + 1, also after a resume
+    optimizer.lr = schedule(n)               # n = optimizer.steps + 1
     optimizer.step()                         # changes parameter.value in place
 """
 

@@ -95,10 +95,7 @@ class Translator:
         return make_batch(pairs, v.pad_id, v.bos_id, v.eos_id)
 
     def exact_match(self, pairs: Sequence[tuple[str, str]], batch_size: int = 64) -> float:
-        """The share of pairs whose translation equals the reference, token by token.
-
-        A source that has several references (lines of their own) is right with any of them.
-        """
+        """The share of distinct sources whose translation equals a reference, token by token."""
         references: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
         for source, target in pairs:
             references.setdefault(tuple(tokenize(source)), set()).add(tuple(tokenize(target)))
