@@ -314,7 +314,8 @@ def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
 def construction_rng(rng: np.random.Generator | int | None) -> np.random.Generator:
     """The generator that initial weights are drawn from: rng itself, or one seeded with an int.
 
-    None takes a fresh seed from the system: two layers made without rng start differently.
+    None takes a fresh seed from the system: two layers made without rng start differently, and two
+    made with the same int start alike (for a stack of layers hand one Generator to all).
     """
     return np.random.default_rng(rng)
 
