@@ -9,17 +9,26 @@ All is float64, and every parameter random: gamma, beta and biases too. The arra
     y           the output
     dy          the gradient of the output, random
     din/NAME    the gradient of in/NAME
-    param/NAME  [value, gradient] of a parameter, by npdecoder's name and in its layout
+    param/NAME  [value, gradient] of a parameter, by npdecoder's name and in its layout, and of
+                nn_transformer_* [.., value after one step of SGD]
+    sgd         [lr, momentum, weight decay] of that step
 
 and of a file of a whole model, transformer_*:
 
     in/NAME     source_ids and target_ids
-    targets, logits, losses, sgd     sgd is [lr, momentum, weight decay], losses one a step of it
+    targets, logits, losses, sgd     losses one a step
     param/NAME  [value, gradient, value after the steps]
+
+and of training, the losses of a model around an nn.Transformer, without and with norm_first:
+
+    source_ids, target_ids, targets  the batches, one after the other
+    losses_post, losses_pre, sgd     losses one a step: a batch each, then the first again
+    state/NAME  the start of both, as PyTorch's state dict
 """
 
 import math
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +41,7 @@ B, T, S = 3, 5, 7  # batch, target length, source length
 D, H, D_FF = 6, 2, 8  # d_model, heads, feed-forward
 PAD = 2
 LR, MOMENTUM, WEIGHT_DECAY, STEPS = 0.1, 0.9, 0.03, 4
+BATCHES, TRAINING_STEPS, TRAINING_LR = 3, 20, 0.03
 
 REAL_S = torch.arange(S) < torch.tensor([[4], [7], [2]])  # (B, S), padding on the right
 REAL_T = torch.arange(T) < torch.tensor([[5], [2], [4]])  # (B, T)
@@ -39,8 +49,11 @@ CAUSAL = torch.ones(T, T, dtype=torch.bool).tril()
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
-def record(name, function, inputs, module=None, dy=None):
-    """Save function(*inputs), its gradients and those of the module (function, if it is one)."""
+def record(name, function, inputs, module=None, dy=None, sgd=None):
+    """Save function(*inputs), its gradients and those of the module (function, if it is one).
+
+    sgd: options of a step, whose result is saved too
+    """
     module = function if isinstance(function, nn.Module) else module
     if module is not None:
         randomise(module)
@@ -49,13 +62,18 @@ def record(name, function, inputs, module=None, dy=None):
         for key, x in inputs.items()
     }
     y = function(*leaves.values())
-    dy = torch.randn_like(y) if dy is None else torch.tensor(dy)
+    dy = torch.randn_like(y) if dy is None else torch.as_tensor(dy)
     y.backward(dy)
 
     arrays = {f"in/{key}": x for key, x in inputs.items()} | {"y": y.detach(), "dy": dy}
     arrays |= {f"din/{key}": x.grad for key, x in leaves.items() if x.grad is not None}
     if module is not None:
-        arrays |= stacked(ours(module), ours(module, grad=True))
+        states = [ours(module), ours(module, grad=True)]
+        if sgd is not None:
+            torch.optim.SGD(module.parameters(), *sgd[:2], weight_decay=sgd[2]).step()
+            states.append(ours(module))
+            arrays["sgd"] = sgd
+        arrays |= stacked(*states)
     save(name, arrays)
 
 
@@ -343,15 +361,22 @@ class Transformer(nn.Module):
         return x + sinusoids(S, D)[count] if positions is None else positions(x, count)
 
 
+def padded_batch(vocab_sizes, shift=0):
+    """Source ids (B, S) and target sentences (B, T + 1); the rows' lengths go round by shift."""
+    real_s, real_t = REAL_S.roll(shift, 0), REAL_T.roll(shift, 0)
+    source_ids = torch.randint(PAD + 1, vocab_sizes[0], (B, S)).masked_fill_(~real_s, PAD)
+    sentences = torch.randint(PAD + 1, vocab_sizes[1], (B, T + 1))
+    sentences[:, 1:].masked_fill_(~real_t, PAD)  # the longest fills its row
+    return source_ids, sentences
+
+
 def record_transformer(name, model, vocab_sizes):
     """One batch, padded on the right: forward, backward and steps of SGD.
 
     Causality alone hides padding on the right of the target. So one model has padding inside too.
     """
     randomise(model)
-    source_ids = torch.randint(PAD + 1, vocab_sizes[0], (B, S)).masked_fill_(~REAL_S, PAD)
-    sentences = torch.randint(PAD + 1, vocab_sizes[1], (B, T + 1))
-    sentences[:, 1:].masked_fill_(~REAL_T, PAD)  # the longest fills its row
+    source_ids, sentences = padded_batch(vocab_sizes)
     if "inner_padding" in name:
         source_ids[1, 3] = sentences[0, 2] = sentences[2, 1] = PAD
     target_ids, targets = sentences[:, :-1], sentences[:, 1:]
@@ -384,13 +409,95 @@ def transformers():
         record_transformer(f"transformer_{name}", Transformer(vocab_sizes, *options), vocab_sizes)
 
 
+# torch.nn.Transformer itself, whose encoder and decoder always end with a norm
+
+
+def nn_transformer(norm, activation="relu"):
+    return nn.Transformer(D, H, 2, 2, D_FF, 0.0, ACTIVATIONS[activation],
+                          batch_first=True, norm_first=norm == "pre")
+
+
+class Translator(nn.Module):
+    """Embeddings, sinusoidal positions, nn.Transformer and a linear layer, as in the tutorials."""
+
+    def __init__(self, vocab_sizes, norm):
+        super().__init__()
+        self.source_embedding = nn.Embedding(vocab_sizes[0], D)
+        self.target_embedding = nn.Embedding(vocab_sizes[1], D)
+        self.transformer = nn_transformer(norm)
+        self.output = nn.Linear(D, vocab_sizes[1])
+
+    def forward(self, source_ids, target_ids):
+        source = math.sqrt(D) * self.source_embedding(source_ids) + sinusoids(S, D)
+        target = math.sqrt(D) * self.target_embedding(target_ids) + sinusoids(T, D)
+        real_s, real_t = source_ids != PAD, target_ids != PAD
+        return self.output(self.transformer(source, target, **masks(real_s, real_t)))
+
+
+def masks(real_s, real_t):
+    return {"tgt_mask": ~CAUSAL, "src_key_padding_mask": ~real_s, "tgt_key_padding_mask": ~real_t,
+            "memory_key_padding_mask": ~real_s}
+
+
+def record_nn_transformer(name, module):
+    """All masks at once; the output at padding has no gradient, as under a loss.
+
+    Padding inside the target too, since causality alone hides that on the right.
+    """
+    real_t = REAL_T.clone()
+    real_t[0, 2] = False
+
+    def function(source, target, source_mask, target_mask):
+        return module(source, target, **masks(REAL_S, real_t))
+
+    inputs = {"source": randn(B, S, D), "target": randn(B, T, D)}
+    inputs |= {"source_mask": keys(REAL_S), "target_mask": keys(real_t) & CAUSAL}
+    record(name, function, inputs, module, randn(B, T, D) * real_t[..., None], [LR, MOMENTUM, 0.0])
+
+
+def nn_transformers():
+    for norm, activation in product(("post", "pre"), ("relu", "gelu")):
+        record_nn_transformer(f"nn_transformer_{norm}_{activation}",
+                              nn_transformer(norm, activation))
+
+
+def training():
+    """Post-LN and Pre-LN from one start: their parameters have the same names and shapes."""
+    vocab_sizes = (17, 13)
+    models = {norm: Translator(vocab_sizes, norm) for norm in ("post", "pre")}
+    randomise(models["post"])
+    state = {f"state/{name}": x.clone() for name, x in models["post"].state_dict().items()}
+    models["pre"].load_state_dict(models["post"].state_dict())
+    source_ids, sentences = map(
+        torch.stack, zip(*(padded_batch(vocab_sizes, shift) for shift in range(BATCHES)))
+    )
+    target_ids, targets = sentences[..., :-1], sentences[..., 1:]
+
+    arrays = {"source_ids": source_ids, "target_ids": target_ids, "targets": targets}
+    arrays["sgd"] = [TRAINING_LR, MOMENTUM, 0.0]
+    for norm, model in models.items():
+        optimizer = torch.optim.SGD(model.parameters(), TRAINING_LR, MOMENTUM)
+        losses = []
+        for step in range(TRAINING_STEPS):
+            batch = step % BATCHES
+            optimizer.zero_grad()
+            logits = model(source_ids[batch], target_ids[batch])
+            loss = cross_entropy(logits, targets[batch], ignore_index=PAD)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        arrays[f"losses_{norm}"] = losses
+    save("training", arrays | state)
+
+
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     FOLDER.mkdir(exist_ok=True)
     for old in FOLDER.glob("*.npz"):
         old.unlink()
-    for seed, group in enumerate((layers, attention, blocks, transformers)):
+    groups = (layers, attention, blocks, transformers, nn_transformers, training)
+    for seed, group in enumerate(groups):
         torch.manual_seed(seed)
         group()
     files = list(FOLDER.glob("*.npz"))

@@ -4,6 +4,8 @@ make_golden.py says what the arrays are. Here each file is named beside the laye
 same: every output, every input's gradient and every parameter's gradient, to 1e-10.
 """
 
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,7 @@ from npdecoder import (
     softmax,
 )
 from npdecoder.core import Layer
+from npdecoder.interop import load_torch_state_dict
 from npdecoder.optim import SGD
 
 FOLDER = Path(__file__).with_name("golden")
@@ -64,6 +67,30 @@ class Tied(Layer):
         dlogits = self.loss.backward(loss, dloss)
         return self.embedding.backward(embedding, self.output.backward(output, dlogits))
 
+
+class EncoderDecoder(Layer):
+    """What torch.nn.Transformer is; it always ends with norms."""
+
+    def __init__(self, norm, activation):
+        options = {"norm": norm, "activation": activation, "attention_bias": True}
+        self.encoder = Encoder(2, *SIZES, final_norm=True, **options)
+        self.decoder = Decoder(2, *SIZES, final_norm=True, **options)
+
+    def forward(self, source, target, source_mask, target_mask):
+        memory, encoder = self.encoder.forward(source, source_mask)
+        y, decoder = self.decoder.forward(target, memory, target_mask, source_mask)
+        return y, (encoder, decoder)
+
+    def backward(self, ctx, dy):
+        encoder, decoder = ctx
+        dtarget, dmemory = self.decoder.backward(decoder, dy)
+        return self.encoder.backward(encoder, dmemory), dtarget
+
+
+NN_TRANSFORMERS = {
+    f"nn_transformer_{norm}_{activation}": partial(EncoderDecoder, norm, activation)
+    for norm in ("post", "pre") for activation in ("relu", "gelu")
+}
 
 LAYERS = {
     "linear": lambda: Linear(5, 7),
@@ -110,6 +137,7 @@ LAYERS = {
     "decoder_layer_no_masks": lambda: DecoderLayer(*SIZES, **PRE),
     "decoder_pre_final_norm": lambda: Decoder(2, *SIZES, **PRE),
     "decoder_post_no_final_norm": lambda: Decoder(2, *SIZES, **POST),
+    **NN_TRANSFORMERS,
 }
 
 FUNCTIONS = {  # no layer, and so no backward
@@ -196,6 +224,16 @@ def test_layer(name):
     assert_parameters(layer, params, "grad", 1)
 
 
+@pytest.mark.parametrize("name", NN_TRANSFORMERS)
+def test_one_step_of_sgd(name):
+    golden, params = load(name)
+    layer = build(LAYERS[name], params)
+    _, ctx = layer.forward(**part(golden, "in/"))
+    layer.backward(ctx, golden["dy"])
+    SGD(layer.parameters(), *golden["sgd"].tolist()).step()
+    assert_parameters(layer, params, "value", 2)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_function(name):
     golden, _ = load(name)
@@ -234,6 +272,31 @@ def test_steps_of_sgd(name):
     assert_parameters(model, params, "value", 2)
 
 
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_twenty_training_losses(norm):
+    golden, _ = load("training")
+    d_model, num_heads, d_ff = SIZES
+    model = Transformer(TransformerConfig(
+        17, 13, d_model=d_model, num_heads=num_heads, d_ff=d_ff, num_encoder_layers=2,
+        num_decoder_layers=2, norm=norm, final_norm=True, attention_bias=True, pad_id=PAD,
+    )).astype(np.float64)
+    names = {name: f"transformer.{name}" for name in ("encoder", "decoder")}
+    load_torch_state_dict(model, part(golden, "state/"), names)
+
+    optimizer = SGD(model.parameters(), *golden["sgd"].tolist())
+    cross_entropy = CrossEntropy(PAD)
+    batches = cycle(zip(golden["source_ids"], golden["target_ids"], golden["targets"]))
+    losses = []
+    for _, (source_ids, target_ids, targets) in zip(range(20), batches):
+        optimizer.zero_grad()
+        logits, ctx = model.forward(source_ids, target_ids)
+        loss, loss_ctx = cross_entropy.forward(logits, targets)
+        model.backward(ctx, cross_entropy.backward(loss_ctx))
+        optimizer.step()
+        losses.append(loss)
+    assert_same(losses, golden[f"losses_{norm}"], "losses")
+
+
 def test_every_case_has_a_file_and_every_file_is_used():
-    cases = [*LAYERS, *FUNCTIONS, *TRANSFORMERS]
+    cases = [*LAYERS, *FUNCTIONS, *TRANSFORMERS, "training"]
     assert sorted(cases) == sorted(file.stem for file in FOLDER.glob("*.npz"))
