@@ -15,12 +15,20 @@ import numpy as np
 from npdecoder import __version__, console, phrase_book
 from npdecoder.checkpoint import check_writable
 from npdecoder.core import Array
-from npdecoder.gradcheck import gradcheck
+from npdecoder.gradcheck import GradcheckReport, gradcheck
 from npdecoder.gradcheck_all import gradcheck_all
 from npdecoder.layers import CrossEntropy
 from npdecoder.models import Transformer, TransformerConfig
 from npdecoder.optim import SGD, cosine_schedule
-from npdecoder.text import PairOfIds, Vocabulary, batches, read_pairs, split_pairs, tokenize
+from npdecoder.text import (
+    PairOfIds,
+    Vocabulary,
+    batches,
+    detokenize,
+    read_pairs,
+    split_pairs,
+    tokenize,
+)
 from npdecoder.training import Progress, evaluate, train
 from npdecoder.translator import Translator
 
@@ -214,6 +222,10 @@ def _fit(
         f"{len(sources)} and {len(targets)}; {model.num_parameters():,} parameters",
         flush=True,
     )
+    tokens = [i for pair in ids for side in pair for i in side]
+    unknown = tokens.count(Vocabulary.unk_id) / max(len(tokens), 1)
+    if unknown > 0.0:
+        print(f"{100 * unknown:.1f} % of the words are too rare (--min-count) and become <unk>")
 
     rng = np.random.default_rng(run.seed)
     optimizer = SGD(model.parameters(), run.lr, run.momentum, run.weight_decay)
@@ -288,7 +300,7 @@ def _demo(args: argparse.Namespace) -> int:
         min_count=1,
         seed=args.seed,
     )
-    translator, progress, held_out_ids = _fit(
+    translator, progress, _ = _fit(
         train_pairs,
         held_out,
         run,
@@ -301,28 +313,34 @@ def _demo(args: argparse.Namespace) -> int:
     translator.save(args.out)
     print(f"loss {progress.loss:.4f}, on held-out phrases {progress.validation_loss:.4f}")
 
-    print("\nIts gradients, against central differences in float64:\n")
+    some = held_out[:: max(1, len(held_out) // 5)][:5]
+    report = _show(translator, [*some, ("I love you", "我 爱 你")])
+    print(f"\nheld-out exact match: {100 * translator.exact_match(held_out):.1f} %")
+    _conclude(report, args.out)
+    return 0 if report.ok else 1
+
+
+def _show(translator: Translator, pairs: Sequence[tuple[str, str]]) -> GradcheckReport:
+    """Print the gradient check, the translations of pairs and the attention of one; the check."""
+    ids = translator.encode_pairs(pairs)
+    print("\nThe gradients, against central differences in float64:\n")
     model64 = copy.deepcopy(translator.model).astype(np.float64)
-    report = gradcheck(model64, *translator.batch(held_out_ids[:8]).inputs, mode="directional")
+    report = gradcheck(model64, *translator.batch(ids).inputs, mode="directional")
     print(report)
 
-    print("\nPhrases it has not seen, and one that it has:\n")
-    chosen = [*held_out[:: max(1, len(held_out) // 5)][:5], ("I love you", "我 爱 你")]
-    outputs = translator.translate([source for source, _ in chosen])
-    rows = [["English", "npdecoder", "phrase book"]]
-    rows += [[source, output, target] for (source, target), output in zip(chosen, outputs)]
+    print("\nTranslations:\n")
+    outputs = translator.translate_ids([source for source, _ in ids])
+    rows = [["source", "npdecoder", "reference"]]
+    rows += [[source, detokenize(o), target] for (source, target), o in zip(pairs, outputs)]
     print(console.table(rows))
 
-    source = max((source for source, _ in chosen), key=len)
-    alignment = translator.align(source)
+    source = max((source for source, _ in pairs), key=len)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of unknown words
+        alignment = translator.align(source)
     print(f'\nWhat each word of the translation of "{source}" looked at, in percent:\n')
     print(console.weight_map(alignment.target_tokens, alignment.source_tokens, alignment.A))
-
-    print(f"\nheld-out exact match: {100 * translator.exact_match(held_out):.1f} %")
-    print(f"gradients: {'all right' if report.ok else 'WRONG'}, "
-          f"largest relative error {report.max_relative_error:.0e}")
-    print(f'saved: {args.out}  (try: npdecoder translate {args.out} "I love you")')
-    return 0 if report.ok else 1
+    return report
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -353,15 +371,24 @@ def _train(args: argparse.Namespace) -> int:
     )
     translator.save(args.out)
     print(f"{progress.tokens_per_second():,.0f} target tokens/s", file=sys.stderr)
-    print(f"training loss {progress.loss:.4f}")
+    report = _show(translator, (held_out or train_pairs)[:5])
+    print(f"\ntraining loss {progress.loss:.4f}")
     if held_out_ids:
         print(f"validation loss {_loss(translator.model, held_out_ids):.4f}")
         print(f"  of word frequencies alone {_unigram_loss(translator, train_pairs, held_out):.4f}")
         print(f"  with the source hidden    {_loss(_blind(translator.model), held_out_ids):.4f}")
         print(f"held-out exact match: {100 * translator.exact_match(held_out[:500]):.1f} %"
               + (" (of the first 500)" if len(held_out) > 500 else ""))
-    print(f"saved: {args.out}")
-    return 0
+    _conclude(report, args.out)
+    return 0 if report.ok else 1
+
+
+def _conclude(report: GradcheckReport, out: str) -> None:
+    print(
+        f"gradients: {'all right' if report.ok else 'WRONG'}, "
+        f"largest relative error {report.max_relative_error:.0e}"
+    )
+    print(f'saved: {out}  (try: npdecoder translate {out} "I love you")')
 
 
 def _translate(args: argparse.Namespace) -> int:
@@ -372,10 +399,16 @@ def _translate(args: argparse.Namespace) -> int:
         return 0
     if sys.stdin is None:
         raise ValueError("there is no text: give it as an argument or on standard input")
+    code = 0
     for line in sys.stdin:
         text = line.lstrip("\ufeff").strip()  # a byte order mark, if the lines come from a file
-        print(*translator.translate([text]) if text else [""], flush=True)
-    return 0
+        try:
+            print(*translator.translate([text]) if text else [""], flush=True)
+        except ValueError as error:  # of this line; the next may be well
+            print(f"npdecoder: error: {_one_line(error)}", file=sys.stderr)
+            print(flush=True)
+            code = 2
+    return code
 
 
 def _gradcheck(args: argparse.Namespace) -> int:

@@ -7,7 +7,8 @@ The layer contract:
     y      = layer(x, ...)             # inference: forward, with ctx dropped
 
 backward returns the gradients of forward's differentiable arguments in their order: one array for
-one, a tuple for several, the empty tuple for none. No call writes into its arguments.
+one, a tuple for several, the empty tuple for none. No call writes into its arguments; what it
+returns may share memory with them (a Dropout without rng returns x itself): copy before you edit.
 """
 
 from __future__ import annotations
@@ -125,11 +126,7 @@ class Layer:
 
         A Parameter that is used in several places comes once, under its first name.
         """
-        seen: set[int] = set()
-        for name, parameter in _walk(self, ""):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield name, parameter
+        return find_parameters(self)
 
     def parameters(self) -> list[Parameter]:
         return [parameter for _, parameter in self.named_parameters()]
@@ -187,15 +184,32 @@ class Layer:
         return LoadResult(tuple(missing), tuple(unexpected), tuple(misshapen))
 
 
-def _walk(value: Any, name: str) -> Iterator[tuple[str, Parameter]]:
+def find_parameters(layer: Any) -> Iterator[tuple[str, Parameter]]:
+    """Pairs (dotted name, Parameter) of a layer, or of any object with forward and backward.
+
+    Looks into its attributes, the layers among them, and lists, tuples and dicts of all these.
+    """
+    return _walk(layer, "", set())
+
+
+def _walk(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Parameter]]:
+    children: Iterable[tuple[Any, Any]]
+    if isinstance(value, (list, tuple)):
+        children = enumerate(value)
+    elif isinstance(value, dict):
+        children = value.items()
+    elif isinstance(value, Parameter) or (hasattr(value, "forward") and hasattr(value, "backward")):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        children = getattr(value, "__dict__", {}).items()
+    else:
+        return
     if isinstance(value, Parameter):
         yield name, value
-    elif isinstance(value, Layer):
-        for attribute, child in vars(value).items():
-            yield from _walk(child, f"{name}.{attribute}" if name else attribute)
-    elif isinstance(value, (list, tuple)):
-        for index, child in enumerate(value):
-            yield from _walk(child, f"{name}.{index}")
+        return
+    for key, child in children:
+        yield from _walk(child, f"{name}.{key}" if name else str(key), seen)
 
 
 def _converted(name: str, array: Array, dtype: np.dtype[Any]) -> Array:
@@ -222,9 +236,16 @@ def float_dtype(name: str, dtype: DTypeLike) -> np.dtype[Any]:
     return native
 
 
+def _rectangular(name: str, x: ArrayLike) -> Array:
+    try:
+        return np.asarray(x)
+    except ValueError as error:  # lists of different lengths
+        raise ValueError(f"{name} is no rectangular array: {error}") from None
+
+
 def as_array(name: str, x: ArrayLike, dtype: DTypeLike | None = None) -> Array:
     """x as a native float array: of dtype if given, else of its own, which must be a float."""
-    array = np.asarray(x)
+    array = _rectangular(name, x)
     if dtype is None:
         dtype = float_dtype(name, array.dtype)
     elif array.dtype.kind not in "fiu":
@@ -262,7 +283,7 @@ def as_ids(name: str, ids: ArrayLike, size: int) -> NDArray[np.intp]:
     Errors: TypeError for anything but integers; IndexError for an id out of range, which NumPy
     would otherwise wrap (-1 is the last row).
     """
-    array = np.asarray(ids)
+    array = _rectangular(name, ids)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {array.dtype}, expected integers")
     if array.size and (array.min() < 0 or array.max() >= size):
@@ -317,7 +338,9 @@ def construction_rng(rng: np.random.Generator | int | None) -> np.random.Generat
     None takes a fresh seed from the system: two layers made without rng start differently, and two
     made with the same int start alike (for a stack of layers hand one Generator to all).
     """
-    return np.random.default_rng(rng)
+    if rng is None or isinstance(rng, np.random.Generator):
+        return np.random.default_rng(rng)
+    return np.random.default_rng(integer("rng", rng, 0))
 
 
 def dropout_rng(rng: np.random.Generator | None) -> np.random.Generator | None:

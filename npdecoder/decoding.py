@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from npdecoder.core import positive_int
+from npdecoder.core import as_ids, positive_int
 from npdecoder.models.transformer import Transformer
 
 
@@ -14,17 +14,22 @@ def greedy_decode(
     source_ids: ArrayLike,
     *,
     bos_id: int,
-    eos_id: int,
+    eos_id: int | None,
     max_new_tokens: int | None = None,
 ) -> list[list[int]]:
     """source_ids (B, S) -> for each item the ids generated, without BOS and EOS.
 
-    From BOS on, the most probable token is appended (among equals the lowest id) until it is EOS or
-    there are max_new_tokens, by default and at most as many as the model has positions for. Each
-    step is a full forward pass of the decoder over what there is; the source is encoded once.
+    From BOS on, the most probable token is appended (among equals the lowest id) until it is EOS
+    (eos_id None: there is none) or there are max_new_tokens, by default and at most as many as the
+    model has positions for. Each step is a full forward pass of the decoder over what there is; the
+    source is encoded once.
 
-    Errors: ValueError for NaN logits; those of model.encode for source_ids.
+    Errors: ValueError for NaN logits; TypeError or IndexError for a bos_id or eos_id that is no
+    target id; those of model.encode for source_ids.
     """
+    for name, value in ("bos_id", bos_id), ("eos_id", eos_id):
+        if value is not None:
+            as_ids(name, value, model.config.target_vocab_size)
     max_len = model.config.max_len
     limit = max_len if max_new_tokens is None else positive_int("max_new_tokens", max_new_tokens)
     memory, _ = model.encode(source_ids)
@@ -37,8 +42,10 @@ def greedy_decode(
         if np.isnan(last).any():
             raise ValueError(f"the logits of token {ids.shape[1]} are NaN: there is no best token")
         # an item that has ended goes on with EOS, which the others cannot see
-        best = np.where(ended, eos_id, last.argmax(axis=-1))
-        ended |= best == eos_id
+        best = last.argmax(axis=-1)
+        if eos_id is not None:
+            best = np.where(ended, eos_id, best)
+            ended |= best == eos_id
         ids = np.concatenate([ids, best[:, None]], axis=1)
     generated = [row[1:].tolist() for row in ids]
     return [row[: row.index(eos_id)] if eos_id in row else row for row in generated]

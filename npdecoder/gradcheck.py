@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from npdecoder.core import Array, one_of
+from npdecoder.core import Array, find_parameters, one_of
 
 ZERO = 1e-9  # below this everywhere, a gradient is taken as zero
 
@@ -104,8 +104,8 @@ def gradcheck(
 ) -> GradcheckReport:
     """Check layer.backward against central differences of layer.forward(*inputs, **keywords).
 
-    layer: any object with forward and backward as npdecoder.core describes them, and
-        named_parameters if it has parameters (a subclass of Layer has).
+    layer: any object with forward and backward as npdecoder.core describes them, a subclass of
+        Layer or not; the Parameters among its attributes are checked, those of layers in it too.
     inputs: the positional arguments of forward. Float arrays (also in tuples) are differentiated;
         integers, booleans and None are held fixed. backward must return one gradient for each float
         input, in their order.
@@ -122,6 +122,9 @@ def gradcheck(
     (ReLU at 0) may have any slope between those on its two sides. backward runs twice, and must
     return the same and add the same again.
 
+    Between forward and backward another forward runs, on other inputs: what a layer remembers
+    outside ctx is then wrong.
+
     The layer's values and gradients are afterwards bit for bit what they were, also after an error;
     the inputs are copied.
 
@@ -130,6 +133,8 @@ def gradcheck(
     finite, if the layer writes into its arguments or weights, or if there is nothing to check.
     """
     one_of("mode", mode, ("full", "directional"))
+    if not step > 0.0 or not tolerance > 0.0:
+        raise ValueError(f"step is {step} and tolerance {tolerance}, expected numbers > 0")
     # a stream of our own: inputs made with default_rng(seed) shall not meet themselves as dy
     rng = np.random.default_rng([seed, 1986])
     check = _Check(layer, inputs, keywords, tolerance, step, rng)
@@ -177,7 +182,8 @@ class _Check:
             name: value.copy() if isinstance(value, np.ndarray) else value
             for name, value in keywords.items()
         }
-        self.parameters = dict(getattr(layer, "named_parameters", dict)())
+        named = getattr(layer, "named_parameters", None)
+        self.parameters = dict(named() if named else find_parameters(layer))
         for name, x in self.floats:
             _refuse_narrow(name, x, f"{name}.astype(np.float64)")
         for name, p in self.parameters.items():
@@ -218,6 +224,7 @@ class _Check:
                 "two equal calls of forward differ: pass rng= (it is re-seeded before every call), "
                 "or remove what changes between calls"
             )
+        self.forward_elsewhere()
         dy = _map(lambda leaf: self.rng.standard_normal(leaf.shape), y)
         self.dy = [leaf.copy() for _, leaf in _leaves("dy", dy)]
 
@@ -240,6 +247,18 @@ class _Check:
             added = np.allclose(p.grad, 2.0 * grad, rtol=1e-9, atol=1e-12, equal_nan=True)
             note = "" if added else "a second backward did not add the same to .grad (is it +=?)"
             yield _Tensor(name, p.value, grad, note)
+
+    def forward_elsewhere(self) -> None:
+        """A forward whose context is dropped, on inputs a little nearer to zero."""
+        starts = [x.copy() for _, x in self.floats]
+        try:
+            for _, x in self.floats:
+                x *= 0.999
+            with np.errstate(all="ignore"):
+                self.forward()
+        finally:
+            for (_, x), start in zip(self.floats, starts):
+                x[...] = start
 
     def gradients(self, ctx: Any, dy: Any) -> list[Array]:
         returned = self.layer.backward(ctx, dy)
@@ -312,6 +331,8 @@ class _Check:
         notes = [note] * bool(note)
         if kinks:
             notes.append(f"{kinks} at a kink, between the slopes of its two sides")
+        if ZERO >= scale > 0.0 and np.abs(a).max(initial=0.0) > 1e-13:
+            notes.append("below 1e-9 everywhere: taken as zero")
         if misses:
             notes.append(f"{misses} at a kink, where there is no slope: move the input off it")
         index = None
@@ -413,7 +434,7 @@ def _copy(value: Any) -> Any:
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Array]]:
     """The arrays of a value that is an array, a number, None or a tuple of such."""
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         for i, v in enumerate(value):
             yield from _leaves(f"{name}[{i}]", v)
     elif value is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -29,7 +31,8 @@ def train_step(
 
     model: any Layer from batch.inputs to logits. max_norm: clips the gradient. rng: for dropout.
 
-    Errors: FloatingPointError for a loss that is not finite; the weights are then as before.
+    Errors: FloatingPointError for a loss or a gradient that is not finite; the weights are then as
+    before.
     """
     optimizer.zero_grad()
     logits, ctx = model.forward(*batch.inputs, rng=rng)
@@ -37,8 +40,11 @@ def train_step(
     if not math.isfinite(loss):
         raise FloatingPointError(f"the loss is {loss}: try a smaller learning rate")
     model.backward(ctx, criterion.backward(loss_ctx))
-    if max_norm is not None:
-        clip_grad_norm(optimizer.parameters(), max_norm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a norm that is not finite: see below
+        norm = clip_grad_norm(optimizer.parameters(), math.inf if max_norm is None else max_norm)
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"the gradient norm is {norm}: try a smaller learning rate")
     optimizer.step()
     return float(loss), loss_ctx.count
 
@@ -80,8 +86,8 @@ def train(
     validate: returns the validation loss; called after every validate_every updates and the last.
     progress: shown on stderr; None: by Progress(steps), which is quiet if that is no terminal.
 
-    Errors: ValueError for an epoch without batches; FloatingPointError for a loss that is not
-    finite; the weights are then those before that step.
+    Errors: ValueError for an epoch without batches; FloatingPointError for a loss or a gradient
+    that is not finite; the weights are then those before that step.
     """
     steps = positive_int("steps", steps)
     validate_every = positive_int("validate_every", validate_every)
@@ -169,5 +175,6 @@ class Progress:
         return text + f"  {self.tokens_per_second():,.0f} tokens/s  {minutes}:{rest:02d} left"
 
     def _show(self) -> None:
-        sys.stderr.write(f"\r{self}\x1b[K")
+        columns = shutil.get_terminal_size().columns - 1
+        sys.stderr.write("\r" + str(self)[:columns].ljust(columns))
         sys.stderr.flush()

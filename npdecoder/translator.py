@@ -122,7 +122,7 @@ class Translator:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Translator:
-        """Read what save wrote. The weights keep the dtype that they were saved in.
+        """Read what save wrote, in the dtype that it was saved in.
 
         Errors: FileNotFoundError; ValueError for a file that is damaged or not of this kind.
         """
@@ -134,7 +134,7 @@ class Translator:
             config = TransformerConfig(**meta["config"])
             source = Vocabulary(meta["source_tokens"])
             target = Vocabulary(meta["target_tokens"])
-            dtype = np.result_type(*arrays.values())
+            dtype = np.result_type(*arrays.values(), np.float32)  # of float16: in float32
             model = Transformer(config, dtype=dtype)
             model.load_state_dict(arrays)
             return cls(model, source, target)

@@ -1482,3 +1482,53 @@ def test_table_tells_the_tensors_of_a_model_apart():
         assert set(names) <= shown
 
 
+
+
+# What a layer may hide
+
+
+class PlainWithWrongWeight:
+    """No Layer, and a weight gradient of zero."""
+
+    def __init__(self, W):
+        self.weights = {"W": Parameter(W)}
+
+    def forward(self, x):
+        return x @ self.weights["W"].value, x
+
+    def backward(self, ctx, dy):
+        return dy @ self.weights["W"].value.T
+
+
+@both_modes
+def test_parameters_of_a_plain_object_are_found(mode):
+    report = assert_fails(PlainWithWrongWeight(normal(4, 5)), normal(3, 4), mode=mode)
+    assert [row.name for row in report.rows if not row.ok] == ["weights.W"]
+
+
+class Remembers(Layer):
+    """x ** 2, with x kept in the layer."""
+
+    def forward(self, x):
+        self.x = x.copy()
+        return x**2, None
+
+    def backward(self, ctx, dy):
+        return 2 * self.x * dy
+
+
+@both_modes
+def test_a_layer_that_remembers_its_input_fails(mode):
+    assert_fails(Remembers(), normal(3, 4), mode=mode)
+
+
+def test_tiny_gradients_are_taken_as_zero_but_not_in_silence():
+    report = gradcheck(Function(lambda x: 1e-12 * x, lambda x, dy: -1e-12 * dy), normal(3, 4))
+    assert "below 1e-9" in report.rows[0].note
+
+
+@pytest.mark.parametrize("option", ["step", "tolerance"])
+@pytest.mark.parametrize("value", [0.0, -1e-5, float("nan")])
+def test_step_and_tolerance_are_checked(option, value):
+    with pytest.raises(ValueError, match=option):
+        gradcheck(ReLU(), normal(3), **{option: value})

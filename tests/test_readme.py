@@ -22,7 +22,7 @@ def output(program):
 
 
 def test_the_readme_has_the_programs_that_are_tested_here():
-    assert len(PROGRAMS) == 2
+    assert len(PROGRAMS) == 3
 
 
 def test_the_wrong_layer_fails_as_printed_and_the_mended_one_passes():
@@ -35,7 +35,14 @@ def test_the_wrong_layer_fails_as_printed_and_the_mended_one_passes():
 
 def test_the_training_step_learns_the_three_words():
     expected = re.search(r"print\(logits.argmax.*# (.*)", README).group(1)
-    assert output(PROGRAMS[1]).strip() == expected
+    assert output(PROGRAMS[2]).strip() == expected
+
+
+def test_numbers_in_and_numbers_out():
+    """By hand: mean 7/3, var 14/9."""
+    rows = output(PROGRAMS[1]).splitlines()
+    assert rows[:2] == ["[[-1.069  -0.2673  1.3363]]", "[[0.8018]]"]
+    assert len(rows) == 5
 
 
 def test_the_set_up_section_has_the_two_commands():

@@ -372,6 +372,27 @@ def test_a_loss_that_is_not_finite(value: float, max_norm: float | None) -> None
     assert bits(model) == seen[2]
 
 
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_an_infinite_gradient_of_a_finite_loss(max_norm: float | None) -> None:
+    """The weights stay: an update would make them infinite, and only the next loss would tell."""
+
+    class Overflowing(CrossEntropy):
+        def backward(self, ctx: Any, dloss: float = 1.0) -> Any:
+            return super().backward(ctx, dloss) * np.inf
+
+    model = Bigram()
+    before = bits(model)
+    with pytest.raises(FloatingPointError, match="gradient norm"), np.errstate(invalid="ignore"):
+        train_step(
+            model,
+            Overflowing(),
+            SGD(model.parameters(), 0.1, 0.9),
+            bigram_batch([3, 4, 5]),
+            max_norm=max_norm,
+        )
+    assert bits(model) == before
+
+
 # Evaluation
 
 

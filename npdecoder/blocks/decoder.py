@@ -28,9 +28,11 @@ from npdecoder.blocks.residual import LeaveContext, Residual
 from npdecoder.core import (
     Array,
     Layer,
+    as_array,
     as_gradient,
     as_sequences,
     construction_rng,
+    dropout_rng,
     fraction,
     one_of,
     positive_int,
@@ -137,6 +139,7 @@ class DecoderLayer(Layer):
         gamma = self.norm1.gamma.value
         x = as_sequences("x", x, len(gamma), gamma.dtype)
         memory, target_mask, memory_mask = self._check(x, memory, target_mask, memory_mask)
+        dropout_rng(rng)
         # 1. self-attention
         h1, enter1 = self.residual1.enter(x)
         s1, self_attention = self.self_attention.forward(h1, h1, h1, target_mask, rng)
@@ -218,10 +221,22 @@ class DecoderLayer(Layer):
                 raise ValueError(f"x {x.shape} and memory {memory.shape}: expected one batch")
             S = memory.shape[1]
         else:
-            if not isinstance(memory, tuple) or len(memory) != 2 or np.ndim(memory[0]) != 4:
-                raise ValueError("memory is not the pair (K, V), which shared memory needs")
-            S = np.shape(memory[0])[2]
+            memory, S = self._check_pair(memory, B, h)
         return memory, target_mask, as_mask("memory_mask", memory_mask, (B, h, T, S))
+
+    def _check_pair(self, memory: Any, B: int, h: int) -> tuple[tuple[Array, Array], int]:
+        """The pair (K, V) of shared memory as arrays, and its length S."""
+        assert self.cross_attention is not None
+        W_q, W_o = self.cross_attention.W_q.W.value, self.cross_attention.W_o.W.value
+        if not isinstance(memory, tuple) or len(memory) != 2:
+            raise ValueError("memory is not the pair (K, V), which shared memory needs")
+        K = as_array("memory K", memory[0], W_q.dtype)
+        V = as_array("memory V", memory[1], W_q.dtype)
+        S = K.shape[2] if K.ndim == 4 else 0
+        expected = (B, h, S, W_q.shape[1] // h), (B, h, S, W_o.shape[0] // h)
+        if (K.shape, V.shape) != expected:
+            raise ValueError(f"memory (K, V) has shapes {K.shape}, {V.shape}, expected {expected}")
+        return (K, V), S
 
 
 class DecoderContext(NamedTuple):
@@ -296,6 +311,10 @@ class Decoder(Layer):
             memory = as_sequences("memory", memory, len(gamma), gamma.dtype)
             if len(memory) != len(x):
                 raise ValueError(f"x {x.shape} and memory {memory.shape}: expected one batch")
+            (B, T, _), S, h = x.shape, memory.shape[1], self.memory_projection.num_heads
+            target_mask = as_mask("target_mask", target_mask, (B, h, T, T))
+            memory_mask = as_mask("memory_mask", memory_mask, (B, h, T, S))
+            dropout_rng(rng)
             layer_memory, project = self.memory_projection.forward(memory)
         layers = []
         for layer in self.layers:
@@ -309,9 +328,11 @@ class Decoder(Layer):
     def backward(self, ctx: DecoderContext, dy: ArrayLike) -> Any:
         """dy (B, T, d_model) -> (dx, dmemory), or dx without cross-attention.
 
-        Every layer reads the same memory (or the same K, V), so that dL is the sum over the layers
-        of (dL/dmemory of the layer) . dmemory: its gradient is the sum of the layers' gradients. If
-        shared, K and V are a function of the memory: the sums dK and dV go back through it once.
+        Every layer reads the same memory. A small change of it changes the loss through each layer
+        l, by δL = sum_l dmemory_l . δmemory = (sum_l dmemory_l) . δmemory: its gradient is the sum
+        of the layers' gradients. With shared keys and values the same holds for K and V; these are
+        one function of the memory, whose backward is linear in dK and dV, so that the sums go back
+        through it once: the same as going back for each layer and adding up.
         """
         dx = np.asarray(dy)
         if self.norm is not None and ctx.norm is not None:

@@ -16,10 +16,12 @@ from npdecoder.core import (
     as_gradient,
     as_sequences,
     construction_rng,
+    dropout_rng,
     fraction,
     positive_int,
 )
 from npdecoder.layers.layer_norm import LayerNorm, LayerNormContext
+from npdecoder.masks import as_mask
 
 
 class EncoderLayerContext(NamedTuple):
@@ -87,6 +89,9 @@ class EncoderLayer(Layer):
         """x (B, T, d_model) -> y (B, T, d_model). mask: (T, T) or 4 dimensions; None: all seen."""
         gamma = self.norm1.gamma.value
         x = as_sequences("x", x, len(gamma), gamma.dtype)
+        (B, T, _), h = x.shape, self.self_attention.num_heads
+        mask = as_mask("mask", mask, (B, h, T, T))
+        dropout_rng(rng)
         # 1. self-attention
         h1, enter1 = self.residual1.enter(x)
         s1, self_attention = self.self_attention.forward(h1, h1, h1, mask, rng)

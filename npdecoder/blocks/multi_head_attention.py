@@ -22,6 +22,7 @@ from npdecoder.core import (
     as_gradient,
     as_sequences,
     construction_rng,
+    dropout_rng,
     positive_int,
 )
 from npdecoder.layers.attention import AttentionContext, ScaledDotProductAttention
@@ -258,11 +259,13 @@ class MultiHeadAttention(MemoryAttention, MemoryProjection):
 
         Errors: ValueError for shapes that do not fit, batches that would only broadcast among them.
         """
-        if len(np.shape(query)) != len(np.shape(key)) or np.shape(query)[:1] != np.shape(key)[:1]:
-            raise ValueError(
-                f"query {np.shape(query)} and key {np.shape(key)}: expected (B, T, d_model) and "
-                f"(B, S, d_model) of one batch"
-            )
+        W_q = self.W_q.W.value
+        query = as_sequences("query", query, len(W_q), W_q.dtype)
+        key, value = self._check_project(key, value)
+        if len(query) != len(key):
+            raise ValueError(f"query {query.shape} and key {key.shape}: expected one batch")
+        mask = as_mask("mask", mask, (len(query), self.num_heads, query.shape[1], key.shape[1]))
+        dropout_rng(rng)
         # 1. keys and values
         (K, V), project = self.project(key, value)
         # 2. the query attends to them

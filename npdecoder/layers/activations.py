@@ -28,7 +28,7 @@ class ReLU(Layer):
     def backward(self, ctx: ReLUContext, dy: ArrayLike) -> Array:
         """dy (...) -> dx (...).
 
-        Derivation: y_i is x_i where x_i > 0, else the constant 0: dy_i/dx_i is 1 or 0. At x_i = 0,
+        Derivation: y_i is x_i where x_i > 0, else the constant 0: ∂y_i/∂x_i is 1 or 0. At x_i = 0,
         where y has a kink and no derivative, 0 is taken, as is usual.
         In NumPy:
             dx = dy * (y > 0)
@@ -71,7 +71,7 @@ class GELU(Layer):
     def backward(self, ctx: GELUContext, dy: ArrayLike) -> Array:
         """dy (...) -> dx (...).
 
-        Derivation: y_i = x_i Phi(x_i), a product, so dy_i/dx_i = Phi(x_i) + x_i Phi'(x_i), where
+        Derivation: y_i = x_i Phi(x_i), a product, so ∂y_i/∂x_i = Phi(x_i) + x_i Phi'(x_i), where
             erf form:   Phi'(x) = exp(-x^2 / 2) / sqrt(2 pi), the density of the normal
             tanh form:  with u = sqrt(2/pi) (x + 0.044715 x^3),
                         Phi'(x) = (1 - tanh(u)^2) / 2 * sqrt(2/pi) (1 + 3 * 0.044715 x^2)

@@ -46,7 +46,8 @@ class ScaledDotProductAttention(Layer):
     ) -> tuple[Array, AttentionContext]:
         """q (..., T, d_k), k (..., S, d_k), v (..., S, d_v) -> context (..., T, d_v).
 
-        mask: bool, True = may attend, or float, added to S; (T, S), or as many dimensions as S.
+        mask: bool, True = may attend, or float, added to the scores; of shape (T, S), or of as many
+        dimensions as the scores (..., T, S).
 
         Errors: ValueError for shapes that do not fit, also where they would only broadcast;
         TypeError for unequal dtypes and for a mask of integers.
@@ -71,8 +72,8 @@ class ScaledDotProductAttention(Layer):
         """dy (..., T, d_v), the gradient of the context -> dq, dk, dv, shaped as q, k, v.
 
         Derivation, for one head (ts: query t, key s):
-            5. context_tc = sum_s A_ts v_sc:   dA_ts = sum_c dy_tc v_sc,   dv_sc = sum_t A_ts dy_tc
-               (both with A as dropout left it)
+            5. context_tc = sum_s A_dropped_ts v_sc:  dA_dropped_ts = sum_c dy_tc v_sc,
+                                                      dv_sc = sum_t A_dropped_ts dy_tc
             4. A_dropped = A keep / (1 - p):   dA = dA_dropped keep / (1 - p)
             3. A = softmax(S), row by row:     dS_ts = A_ts (dA_ts - sum_s' dA_ts' A_ts')
             2. a masked S_ts is -inf whatever q and k are, and A_ts = 0 makes dS_ts = 0; a mask that

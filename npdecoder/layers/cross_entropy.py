@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from npdecoder.core import Array, Layer, as_array, as_ids, fraction
+from npdecoder.core import Array, Layer, as_array, as_ids, fraction, integer
 from npdecoder.layers.softmax import log_softmax
 
 
@@ -29,9 +29,7 @@ class CrossEntropy(Layer):
     """
 
     def __init__(self, ignore_index: int | None = None, label_smoothing: float = 0.0) -> None:
-        if ignore_index is not None and not isinstance(ignore_index, (int, np.integer)):
-            raise TypeError(f"ignore_index is {ignore_index!r}, expected an integer or None")
-        self.ignore_index = ignore_index
+        self.ignore_index = None if ignore_index is None else integer("ignore_index", ignore_index)
         self.label_smoothing = fraction("label_smoothing", label_smoothing)
 
     def forward(self, logits: ArrayLike, targets: ArrayLike) -> tuple[float, CrossEntropyContext]:
@@ -51,12 +49,13 @@ class CrossEntropy(Layer):
         # 1. log-probabilities
         log_p = log_softmax(logits)
         # 2. of the target, mixed with the mean over all classes
-        picked = np.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
+        log_p_target = np.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
+        mixed = log_p_target
         if e > 0.0:
-            picked = (1.0 - e) * picked + e * log_p.mean(axis=-1)
+            mixed = (1.0 - e) * log_p_target + e * log_p.mean(axis=-1)
         # 3. the mean over the targets counted
         wide = np.promote_types(logits.dtype, np.float64)
-        loss = -picked[counted].sum(dtype=wide) / max(count, 1)
+        loss = -mixed[counted].sum(dtype=wide) / max(count, 1)
         return loss + 0.0, CrossEntropyContext(log_p, targets, counted, count)
 
     def backward(self, ctx: CrossEntropyContext, dloss: float = 1.0) -> Array:
@@ -64,15 +63,17 @@ class CrossEntropy(Layer):
 
         Derivation, for one target t, L = -(1 - e) log_p_t - e/V sum_v log_p_v:
             3. each of the N counted targets has 1/N of the loss, an ignored one nothing
-            2. dL/dlog_p_v = -(1 - e) 1[v = t] - e/V,  which sums to -1 over v
-            1. log_p_v = x_v - log sum_j exp(x_j):  dlog_p_v/dx_j = 1[v = j] - p_j, so
-               dL/dx_j = sum_v dL/dlog_p_v (1[v = j] - p_j) = p_j - (1 - e) 1[j = t] - e/V
+            2. ∂L/∂log_p_v = -(1 - e) 1[v = t] - e/V,  which sums to -1 over v
+            1. log_p_v = x_v - log sum_j exp(x_j):  ∂log_p_v/∂x_j = 1[v = j] - p_j, so
+               ∂L/∂x_j = sum_v ∂L/∂log_p_v (1[v = j] - p_j) = p_j - (1 - e) 1[j = t] - e/V
         In NumPy:
             onehot = targets[..., None] == np.arange(log_p.shape[-1])
             p, e = np.exp(log_p), label_smoothing
             dlogits = dloss / max(count, 1) * (p - (1 - e) * onehot - e / log_p.shape[-1])
             dlogits = np.where(counted[..., None], dlogits, 0.0)
         """
+        if np.ndim(dloss) != 0:
+            raise ValueError(f"dloss has shape {np.shape(dloss)}, expected a number")
         log_p, targets, counted, count = ctx
         V = log_p.shape[-1]
         e = self.label_smoothing
@@ -84,7 +85,7 @@ class CrossEntropy(Layer):
         rows[np.arange(len(rows)), targets.reshape(-1)] -= 1.0 - e
         if e > 0.0:
             dlogits -= e / V
-        dlogits *= log_p.dtype.type(dloss) / max(count, 1)
+        dlogits *= log_p.dtype.type(dloss) / log_p.dtype.type(max(count, 1))
         dlogits[~counted] = 0.0
         return dlogits
 
@@ -99,5 +100,5 @@ class CrossEntropy(Layer):
         counted = np.ones(raw.shape, np.bool_)
         if self.ignore_index is not None and raw.dtype.kind in "iu":
             counted = raw != self.ignore_index
-            raw = np.where(counted, raw, 0)
+            raw = np.where(counted, raw, raw.dtype.type(0))
         return as_ids("targets", raw, logits.shape[-1]), counted

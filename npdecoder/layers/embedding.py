@@ -52,17 +52,18 @@ class Embedding(Layer):
         W = self.W.value
         ids = as_ids("ids", ids, len(W))
 
-        # 1. look up (a copy)
+        # 1. rows = W[ids], a copy
         y: Array = W[ids]
-        # 2. scale
+        # 2. y = scale * rows, in the same array
         y *= self.scale
         return y, EmbeddingContext(ids)
 
     def backward(self, ctx: EmbeddingContext, dy: ArrayLike) -> tuple[()]:
         """dy (..., d_model) -> (): ids have no gradient. Adds to W.grad.
 
-        Derivation: y_n = scale * W[ids_n], so dL = sum_n dy_n . scale * dW[ids_n]. Row v of W
-        stands there once for every n with ids_n = v, and its gradient is the sum over all of them
+        Derivation: y_n = scale W[ids_n]. A small change of W changes the loss by
+        δL = sum_n dy_n . (scale δW[ids_n]). The change of row v stands there once for every n with
+        ids_n = v, and the gradient of the row is what it is multiplied by: the sum over these n
         (with onehot[n, v] = 1 where ids_n = v, the look-up is the product onehot @ W). A row that
         no id names gets none; a padding id is an id like the others.
         In NumPy:
@@ -103,9 +104,9 @@ class Unembedding(Layer):
         vocab_size, d_model = W.shape
         x = as_input("x", x, d_model, W.dtype)
 
-        # 1. the dot product of x with every row of W
+        # 1. xW = x @ W.T, the dot product of x with every row of W
         logits = (x.reshape(-1, d_model) @ W.T).reshape(*x.shape[:-1], vocab_size)
-        # 2. add b
+        # 2. logits = xW + b, in the same array
         if self.b is not None:
             logits += self.b.value
         return logits, UnembeddingContext(x)

@@ -65,17 +65,16 @@ class LayerNorm(Layer):
         Derivation, for one row of n = d_model numbers, mean over the row:
             4. y = gamma x_hat + beta:   dbeta = dy,  dgamma = dy x_hat (both summed over all rows),
                                          dx_hat = dy gamma
-            3. x_hat = xc rstd:          dxc = dx_hat rstd,  drstd = sum(dx_hat xc)
-            2. rstd = (mean(xc^2) + eps)^(-1/2):  drstd/dxc_i = -rstd^3 xc_i / n, so
-                                         dxc_i += -rstd^3 xc_i mean(dx_hat xc)
-                                               =  -rstd x_hat_i mean(dx_hat x_hat)
-            1. xc = x - mean(x):         dx = dxc - mean(dxc), where mean(x_hat) = 0 drops the
-                                         second term's mean
+            3. x_hat = xc rstd:          dxc = dx_hat rstd, and drstd = sum(dx_hat xc)
+            2. rstd = (mean(xc^2) + eps)^(-1/2):  ∂rstd/∂xc_i = -rstd^3 xc_i / n, which adds
+                                         -rstd^3 xc_i drstd / n = -rstd x_hat_i mean(dx_hat x_hat)
+                                         to dxc_i
+            1. xc = x - mean(x):         dx = dxc - mean(dxc)
         gamma is inside both means: they are over dx_hat, not dy.
         In NumPy:
             dx_hat = dy * gamma
-            dx = rstd * (dx_hat - dx_hat.mean(-1, keepdims=True)
-                         - x_hat * (dx_hat * x_hat).mean(-1, keepdims=True))
+            dxc = rstd * (dx_hat - x_hat * (dx_hat * x_hat).mean(axis=-1, keepdims=True))
+            dx = dxc - dxc.mean(axis=-1, keepdims=True)
             dgamma = (dy * x_hat).reshape(-1, len(gamma)).sum(axis=0)
             dbeta = dy.reshape(-1, len(gamma)).sum(axis=0)
         """
@@ -90,7 +89,7 @@ class LayerNorm(Layer):
         self.gamma.grad += (dy * x_hat).reshape(rows).sum(axis=0)
         dx_hat = dy * gamma
         # 3. x_hat = xc * rstd, and 2. rstd = 1 / sqrt(mean(xc * xc) + eps)
-        dxc = dx_hat - x_hat * np.mean(dx_hat * x_hat, axis=-1, keepdims=True)
+        dxc = rstd * (dx_hat - x_hat * np.mean(dx_hat * x_hat, axis=-1, keepdims=True))
         # 1. xc = x - mean(x)
-        dx: Array = rstd * (dxc - dx_hat.mean(axis=-1, keepdims=True))
+        dx: Array = dxc - dxc.mean(axis=-1, keepdims=True)
         return dx

@@ -53,9 +53,9 @@ class Linear(Layer):
         d_in, d_out = W.shape
         x = as_input("x", x, d_in, W.dtype)
 
-        # 1. multiply. One product of two matrices: x @ W would be B of them for x (B, T, d_in).
+        # 1. xW = x @ W. One product of two matrices: for x (B, T, d_in) x @ W would be B of them.
         y = (x.reshape(-1, d_in) @ W).reshape(*x.shape[:-1], d_out)
-        # 2. add b to every row
+        # 2. y = xW + b, in the same array
         if self.b is not None:
             y += self.b.value
         return y, LinearContext(x)
@@ -64,11 +64,12 @@ class Linear(Layer):
         """dy (..., d_out) -> dx (..., d_in); adds to W.grad and b.grad.
 
         Derivation, with n over all rows of x:  y_nj = sum_i x_ni W_ij + b_j.
-        The loss changes by dL = sum_nj dy_nj (sum_i (dx_ni W_ij + x_ni dW_ij) + db_j); what stands
-        beside each variation is its gradient:
-            beside x_ni:  sum_j dy_nj W_ij,  which is  dy @ W.T
-            beside W_ij:  sum_n x_ni dy_nj,  which is  x.T @ dy
-            beside b_j:   sum_n dy_nj
+        Small changes δx, δW, δb change y by δy and the loss by
+            δL = sum_nj dy_nj δy_nj = sum_nj dy_nj (sum_i (δx_ni W_ij + x_ni δW_ij) + δb_j)
+        and the gradient of each number is what its change is multiplied by:
+            of x_ni:  sum_j dy_nj W_ij,  which is  dy @ W.T
+            of W_ij:  sum_n x_ni dy_nj,  which is  x.T @ dy
+            of b_j:   sum_n dy_nj
         In NumPy:
             dx = dy @ W.T
             dW = x.reshape(-1, x.shape[-1]).T @ dy.reshape(-1, dy.shape[-1])

@@ -61,7 +61,7 @@ class SinusoidalPositions(Layer):
     def backward(self, ctx: SinusoidalContext, dy: ArrayLike) -> Array:
         """dy (B, T, d_model) -> dx (B, T, d_model), which is dy itself.
 
-        Derivation: y = x + a constant, so dL = sum dy * dx: beside x stands dy.
+        Derivation: y = x + a constant, so δL = sum dy δy = sum dy δx: x has the gradient dy.
         In NumPy:
             dx = dy
         """
@@ -110,12 +110,12 @@ class LearnedPositions(Layer):
     def backward(self, ctx: LearnedContext, dy: ArrayLike) -> Array:
         """dy (B, T, d_model) -> dx (B, T, d_model), which is dy itself; adds to P.grad.
 
-        Derivation: y_bt = x_bt + P[positions_bt]. Beside x_bt stands dy_bt; row p of P stands at
-        every (b, t) with positions_bt = p, and gets the sum of their dy_bt, as an Embedding does.
+        Derivation: y_bt = x_bt + P[positions_bt]. x_bt has the gradient dy_bt; row p of P stands at
+        every (b, t) with positions_bt = p, and gets the sum of their dy_bt, as in an Embedding.
         In NumPy:
             dx = dy
-            rows = np.broadcast_to(positions, dy.shape[:-1]).reshape(-1, 1)
-            dP = (rows == np.arange(len(P))).astype(P.dtype).T @ dy.reshape(-1, dy.shape[-1])
+            row = np.broadcast_to(positions, dy.shape[:-1]).reshape(-1, 1)
+            dP = (row == np.arange(len(P))).astype(P.dtype).T @ dy.reshape(-1, dy.shape[-1])
         """
         P = self.P.value
         dy = as_gradient("dy", dy, ctx.x_shape, P.dtype)

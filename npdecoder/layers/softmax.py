@@ -19,10 +19,10 @@ def softmax(x: ArrayLike, axis: int = -1) -> Array:
     x = as_array("x", x)
     # y is the same for x + c: with c = -max(x), exp cannot overflow
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        y = np.exp(_below_max(x, axis))
-        Z = y.sum(axis=axis, keepdims=True)
+        e = np.exp(_below_max(x, axis))
+        Z = e.sum(axis=axis, keepdims=True)
         Z += Z == 0  # nothing visible: 0 / 1 for 0 / 0
-        y /= Z
+        y: Array = e / Z
     return y
 
 
@@ -33,11 +33,11 @@ def log_softmax(x: ArrayLike, axis: int = -1) -> Array:
     """
     x = as_array("x", x)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        log_y = _below_max(x, axis)
-        Z = np.exp(log_y).sum(axis=axis, keepdims=True)
+        below = _below_max(x, axis)
+        Z = np.exp(below).sum(axis=axis, keepdims=True)
         Z += Z == 0
-        log_y -= np.log(Z)
-    return log_y
+        below -= np.log(Z)  # in place: of a large vocabulary one array less
+    return below
 
 
 def _below_max(x: Array, axis: int) -> Array:
@@ -64,8 +64,8 @@ class Softmax(Layer):
     def backward(self, ctx: SoftmaxContext, dy: ArrayLike) -> Array:
         """dy (..., n) -> dx (..., n).
 
-        Derivation, for one row. y_i = e_i / Z with de_i = e_i dx_i and dZ = sum_j e_j dx_j gives
-            dy_i/dx_j = y_i (1[i = j] - y_j)
+        Derivation, for one row. y_i = e_i / Z with ∂e_i/∂x_j = e_i 1[i = j] and ∂Z/∂x_j = e_j gives
+            ∂y_i/∂x_j = e_i 1[i = j] / Z - e_i e_j / Z^2 = y_i (1[i = j] - y_j)
         (the max is a constant that cancels). Then
             dx_j = sum_i dy_i y_i (1[i = j] - y_j) = y_j (dy_j - sum_i dy_i y_i)
         Only entries of the same row meet, so nothing is divided by the number of rows. An entry
@@ -76,7 +76,7 @@ class Softmax(Layer):
         y = ctx.y
         dy = as_gradient("dy", dy, y.shape, y.dtype)
 
-        # 3. 2. 1. together
-        dx: Array = dy * y
-        dx -= y * dx.sum(axis=-1, keepdims=True)
+        # 3. y = e / Z, 2. Z = sum(e) and 1. e = exp(x - max(x)), together
+        dy_y = dy * y
+        dx: Array = dy_y - y * dy_y.sum(axis=-1, keepdims=True)
         return dx

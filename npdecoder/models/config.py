@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+import numpy as np
 
 from npdecoder.blocks.feed_forward import ACTIVATIONS
 from npdecoder.blocks.multi_head_attention import head_widths
@@ -52,6 +54,14 @@ class ModelConfig:
     scale_embeddings: bool = True
 
     def __post_init__(self) -> None:
+        for f in fields(self):  # plain Python values: a NumPy number is no JSON
+            value = getattr(self, f.name)
+            if isinstance(value, np.generic):
+                object.__setattr__(self, f.name, value.item())
+            if isinstance(f.default, bool) and not isinstance(getattr(self, f.name), bool):
+                raise TypeError(f"{f.name} is {value!r}, expected True or False")
+        if self.final_norm is not None and not isinstance(self.final_norm, bool):
+            raise TypeError(f"final_norm is {self.final_norm!r}, expected True, False or None")
         head_widths(self.d_model, self.num_heads, self.d_k, self.d_v)
         if self.d_ff is not None:
             positive_int("d_ff", self.d_ff)

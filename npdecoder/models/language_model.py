@@ -79,8 +79,8 @@ class LanguageModel(TokenModel):
     def backward(self, ctx: LanguageModelContext, dy: ArrayLike) -> tuple[()]:
         """dy (B, T, vocab_size), the gradient of the logits -> (): ids have no gradient."""
         # 3.
-        dy = self.output.backward(ctx.output, dy)  # type: ignore[arg-type]
+        dstack = self.output.backward(ctx.output, dy)  # type: ignore[arg-type]
         # 2.
-        dx = self.decoder.backward(ctx.decoder, dy)
+        dx = self.decoder.backward(ctx.decoder, dstack)
         # 1.
         return self._embed_backward(ctx.embed, dx, self.embedding, self.positions)

@@ -44,8 +44,8 @@ class TokenModel(Layer):
     ) -> tuple[Array, EmbedContext]:
         """ids (B, T) -> x (B, T, d_model): embedding, plus position, with dropout."""
         e, embedding_ctx = embedding.forward(ids)
-        x, positions_ctx = positions.forward(e, token_positions(ids, self.pad_id))
-        x, dropout_ctx = self.position_dropout.forward(x, rng)
+        e_p, positions_ctx = positions.forward(e, token_positions(ids, self.pad_id))
+        x, dropout_ctx = self.position_dropout.forward(e_p, rng)
         return x, EmbedContext(embedding_ctx, positions_ctx, dropout_ctx)
 
     def _embed_backward(
@@ -55,8 +55,8 @@ class TokenModel(Layer):
         embedding: Embedding,
         positions: SinusoidalPositions | LearnedPositions,
     ) -> tuple[()]:
-        dx = self.position_dropout.backward(ctx.dropout, dx)
-        de = positions.backward(ctx.positions, dx)  # type: ignore[arg-type]
+        de_p = self.position_dropout.backward(ctx.dropout, dx)
+        de = positions.backward(ctx.positions, de_p)  # type: ignore[arg-type]
         return embedding.backward(ctx.embedding, de)
 
     def _padding_mask(self, ids: NDArray[np.intp]) -> Array | None:

@@ -159,9 +159,9 @@ class Transformer(TokenModel):
     def decode_backward(self, ctx: DecodeContext, dy: ArrayLike) -> Array:
         """dy (B, T, target_vocab_size) -> dmemory (B, S, d_model)."""
         # 3.
-        dy = self.output.backward(ctx.output, dy)  # type: ignore[arg-type]
+        dstack = self.output.backward(ctx.output, dy)  # type: ignore[arg-type]
         # 2.
-        dx, dmemory = self.decoder.backward(ctx.decoder, dy)
+        dx, dmemory = self.decoder.backward(ctx.decoder, dstack)
         # 1.
         self._embed_backward(ctx.embed, dx, self.target_embedding, self.target_positions)
         return np.asarray(dmemory)

@@ -255,10 +255,10 @@ BAD_SHAPES = [
     ({"query": (2, 5, 1)}, r"^query has shape \(2, 5, 1\)"),
     ({"key": (2, 7, 5)}, r"^key has shape \(2, 7, 5\)"),
     ({"value": (2, 7, 1)}, r"^value has shape \(2, 7, 1\)"),
-    ({"query": (5, 6)}, r"^query \(5, 6\)"),
-    ({"query": (2, 3, 5, 6)}, r"^query \(2, 3, 5, 6\)"),
+    ({"query": (5, 6)}, r"^query .*\(5, 6\)"),
+    ({"query": (2, 3, 5, 6)}, r"^query .*\(2, 3, 5, 6\)"),
     ({"query": (2, 6), "key": (2, 6), "value": (2, 6)}, r"has shape \(2, 6\).*batch first"),
-    ({"query": ()}, r"^query \(\)"),
+    ({"query": ()}, r"^query .*\(\)"),
 ]
 
 

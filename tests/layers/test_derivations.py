@@ -5,6 +5,7 @@ import importlib
 import inspect
 import math
 import pkgutil
+import sys
 import textwrap
 
 import numpy as np
@@ -97,12 +98,35 @@ def test_every_layer_has_a_derivation_and_a_case():
         assert derivation(layer_class).strip()
 
 
+def with_locals(function, *arguments):
+    """What the function returns, and its local variables as it returns."""
+    local = {}
+
+    def profile(frame, event, _):
+        if event == "return" and frame.f_code is function.__code__:
+            local.update(frame.f_locals)
+
+    sys.setprofile(profile)
+    try:
+        return function(*arguments), local
+    finally:
+        sys.setprofile(None)
+
+
+def test_the_named_intermediates_are_looked_at():
+    layer = LayerNorm(7, **WIDE)
+    y, ctx = layer.forward(normal(3, 7))
+    _, local = with_locals(layer.backward, ctx, np.ones_like(y))
+    assert {"dx_hat", "dxc", "dx"} <= set(local)
+
+
 @pytest.mark.parametrize(("layer", "inputs", "keywords"), CASES, ids=lambda v: type(v).__name__)
 def test_lines_in_numpy_give_what_backward_gives(layer, inputs, keywords):
     randomise(layer, np.random.default_rng(1))
     y, ctx = layer.forward(*inputs, **keywords)
     dy = random_like(y, np.random.default_rng(2))
-    returned = leaves(layer.backward(ctx, dy))
+    returned, local = with_locals(layer.backward, ctx, dy)
+    returned = leaves(returned)
 
     namespace = {"np": np, "math": math, "self": layer, "dy": dy, "dloss": dy}
     parameters = {}
@@ -125,6 +149,8 @@ def test_lines_in_numpy_give_what_backward_gives(layer, inputs, keywords):
     assert not set(outputs) & before
     for name, array in zip(outputs, returned):
         assert_close(namespace[name], array)
+    for name in (set(namespace) - before) & set(local):  # dx_hat, dxc, dA, dS, ...
+        assert_close(namespace[name], local[name])
     for name, parameter in parameters.items():
         assert_close(namespace[f"d{name}"], parameter.grad)
 

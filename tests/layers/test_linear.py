@@ -62,3 +62,12 @@ def test_width_is_checked(shape):
 def test_sizes_are_checked(arguments, error, name):
     with pytest.raises(error, match=rf"^{name} is"):
         Linear(*arguments)
+
+
+def test_ragged_lists_and_bad_seeds_name_the_argument():
+    with pytest.raises(ValueError, match=r"^x is no rectangular array"):
+        Linear(3, 2)([[1.0, 2.0, 3.0], [1.0, 2.0]])
+    with pytest.raises(TypeError, match=r"^rng is 1\.5"):
+        Linear(3, 2, rng=1.5)
+    with pytest.raises(ValueError, match=r"^rng is -1"):
+        Linear(3, 2, rng=-1)

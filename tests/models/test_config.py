@@ -107,3 +107,20 @@ def test_every_field_that_can_be_wrong_is_tried():
         "output_bias",
         "scale_embeddings",
     }
+
+
+def test_numpy_numbers_become_plain_ones():
+    config = TransformerConfig(
+        np.int64(11), 13, d_model=np.int32(6), num_heads=3, dropout=np.float32(0.5),
+        norm_bias=np.True_,
+    )
+    assert json.loads(json.dumps(asdict(config))) == asdict(config)
+    assert type(config.d_model) is int
+    assert config.norm_bias is True
+
+
+@pytest.mark.parametrize("name", ["final_norm", "norm_bias", "attention_bias", "scale_embeddings"])
+@pytest.mark.parametrize("value", ["no", 0, 1.0])
+def test_switches_are_booleans(name, value):
+    with pytest.raises(TypeError, match=name):
+        TransformerConfig(11, 13, d_model=6, num_heads=3, **{name: value})
