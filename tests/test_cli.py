@@ -28,7 +28,7 @@ from npdecoder.layers import Linear
 from npdecoder.text import Vocabulary, read_pairs, split_pairs, tokenize
 from npdecoder.translator import Translator
 
-ROOT = Path(npdecoder.__file__).parents[1]
+ROOT = Path(__file__).parents[1]
 RUN = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
 RUN += "from npdecoder.cli import main; sys.exit(main())"  # what the console script does
 PATIENCE = 600  # seconds, for a machine that is busy with other things
