@@ -270,7 +270,8 @@ def language_model(rng: np.random.Generator) -> Report:
 def walkthrough(rng: np.random.Generator) -> Report:
     return post_ln_transformer("S4", WALKTHROUGH_SIZES, rng, [
         "Its code puts the length first, (3, 1, 4), in front of an attention that takes the batch "
-        "first: every word then attends to itself alone. Here it is (1, 3, 4).",
+        "first: every word of its encoder attends to itself alone, and its decoder stops at the "
+        "mask (3, 3), which spreads scores of (3, 2, 1, 1) to (3, 2, 3, 3). Here it is (1, 3, 4).",
         "Its mask helper makes 0 and -inf, but its attention hides what is 0, which is the past. "
         "Here True = may attend.",
     ])

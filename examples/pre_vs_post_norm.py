@@ -22,9 +22,9 @@ phrase book, English then Chinese, and is to predict the Chinese.
 How this differs from the paper: the weights are Xavier's, and only Pre-LN has a final norm, as
 there (a third stack shows what that norm does). But the proof simplifies where this does not: it
 has one head whose attention starts out uniform, and its constants fit d_ff = d_model, where d_ff is
-4 d_model here (a fourth stack shows the other). And the paper trains with Adam; here it is SGD with
-momentum, without clipping, which would hide a divergence. Adam divides by the gradient's size, SGD
-does not: what is said about learning rates here is said about SGD.
+4 d_model here (a fourth stack shows the other). And the paper trains with Adam above
+all; here it is SGD with momentum, without clipping, which would hide a divergence. Adam divides by
+the gradient's size, SGD does not: what is said about learning rates here is said about SGD.
 """
 
 # ruff: noqa: E402  (the environment comes before NumPy)
@@ -625,7 +625,7 @@ def report(result: Result) -> str:
         "",
         wrap(
             f"TRAINING: depth {s.train_depth}, d_model {s.train_d_model}, {s.updates} updates of "
-            f"{s.batch} lines by SGD with momentum 0.9 (the paper: Adam), no clipping, "
+            f"{s.batch} lines by SGD with momentum 0.9 (the paper: above all Adam), no clipping, "
             f"{s.train_seeds} seed(s). Mean loss of the last {max(1, s.updates // 10)} updates, "
             f"without warm-up and with {s.warmup} updates of it, and how many seeds have learnt: "
             f"are a tenth below the loss of word frequencies, {result.frequency_loss:.2f}. "

@@ -243,17 +243,17 @@ def forward_part(page: Page, model: Transformer, ctx: Any, logits: Array, loss: 
 
     page.title("FORWARD")
     page.say("A row is a token. Shapes are (batch, tokens, width), or with heads (batch, heads, "
-             "tokens, width), and the batch is one sentence. Numbers of two decimals are given: "
-             "the weights. All others are computed. In [brackets] stands the layer's name: with it "
-             "before theirs, its weights are named in the file of --weights.")
+             "tokens, width), and the batch is one sentence. The weights are given, with as few "
+             "decimals as they have; all others are computed. In [brackets] stands the layer's "
+             "name: with it before theirs, its weights are named in the file of --weights.")
 
     page.step(1, "Source embedding and positions", "source_embedding")
     embed_forward(page, model.source_embedding, model.source_positions, SOURCE, "x", source)
     page.article(
         "The article prints 0.1 and 0.2 as the third number of positions 1 and 2. It is "
         "sin(pos / 100): sin(0.01) = 0.0100, sin(0.02) = 0.0200. So its sums are off there too: "
-        "0.5 for love and 0.3 for you, where its embeddings give 0.4100 and 0.1200. Its other "
-        "numbers are right, to the one decimal that it prints:"
+        "0.5 for love and 0.3 for you, where the embeddings that it prints give 0.4100 and 0.1200. "
+        "Its other numbers are right, to the one decimal that it prints:"
     )
     page.matrices(
         ("wrong P", "as the article prints it", np.array(ARTICLE_POSITIONS), source),
@@ -429,7 +429,10 @@ def inverted_mask(page: Page, ctx: Any, tokens: list[str]) -> None:
     page.article(
         "The article's picture marks what may be seen by 1, its helper by 0 (and the future by "
         "-inf), and its attention hides what is == 0: that hides the past and shows the future. "
-        "The weights would be these, of three equal ones in the last row, which sees nothing:"
+        "The weights would be these, of three equal ones in the last row, which sees nothing. (As "
+        "it stands, its program does not come so far: with the length first, its mask (3, 3) "
+        "spreads the scores (3, 2, 1, 1) to (3, 2, 3, 3), which fit its values no more, and it "
+        "stops here.)"
     )
     page.matrices(("wrong A", "softmax(S, -1e9 where helper == 0)",
                    softmax(np.where(helper == 0, -1e9, S)), tokens, tokens))
@@ -743,7 +746,8 @@ def write_weights(path: str | Path, model: Transformer) -> None:
         rows = [line(row) for row in np.atleast_2d(p.value)]
         matrix = "[\n    " + ",\n    ".join(rows) + "\n  ]" if p.value.ndim == 2 else rows[0]
         entries.append(f"  {json.dumps(name)}: {matrix}")
-    Path(path).write_text("{\n" + ",\n".join(entries) + "\n}\n", encoding="utf-8")
+    with open(path, "x", encoding="utf-8") as file:  # never over weights that somebody has edited
+        file.write("{\n" + ",\n".join(entries) + "\n}\n")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

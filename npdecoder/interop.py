@@ -355,6 +355,8 @@ def read_torch_file(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise ValueError(f"{os.fspath(path)}: {error}") from error
         except Exception as error:  # of zipfile, of indices and keys: whatever damage makes
             what = f"{type(error).__name__}: {error}"
+            if "CRC" in what:
+                what += "; or torch.save was told to write no checksums"
             raise ValueError(f"{os.fspath(path)}: the file is damaged ({what})") from error
 
 

@@ -318,7 +318,7 @@ def test_the_report(result):
               and len(line.split()) == 7]  # fmt: skip
     assert len(layers) == max(TINY.depths)  # each layer of the deepest stacks
     assert sum("2/2 diverged" in line for line in lines) == 1  # the row of the absurd rate
-    assert "(the paper: Adam)" in " ".join(text.split())
+    assert "(the paper: above all Adam)" in " ".join(text.split())
     for claim in norms.start_claims(result) + norms.training_claims(result):
         assert text.count(claim.claim.split()[1]) >= 1
     verdicts = [line.split()[-1] for line in lines[lines.index(lines[-1]) - 60 :] if line.split()]

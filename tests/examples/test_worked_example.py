@@ -242,7 +242,8 @@ def test_the_articles_mistakes_are_named_where_they_are(capsys):
     }
     for step, words in (
         (1, "sin(0.01) = 0.0100, sin(0.02) = 0.0200"),
-        (1, "0.5 for love and 0.3 for you, where its embeddings give 0.4100 and 0.1200"),
+        (1, "0.5 for love and 0.3 for you, where the embeddings that it prints give 0.4100 "
+            "and 0.1200"),
         (2, "turns its input to (3, 1, 4), length first"),
         (2, "with 6 of 6 weights exactly 1: no word sees another. Right is (1, 3, 4)"),
         (6, "爱 has the id 7 in one place of the article, and 4 in"),
@@ -321,6 +322,14 @@ def test_weights_round_trip(capsys, tmp_path):
     again = page(capsys, "--weights", str(path))
     assert "46 of 46 parameters from" in again
     assert again.split("\n\n", 1)[1] == page(capsys).split("\n\n", 1)[1]
+
+
+def test_weights_are_not_written_over(capsys, tmp_path):
+    path = tmp_path / "my.json"
+    path.write_text("edited", encoding="utf-8")
+    assert worked_example.main(["--write-weights", str(path)]) == 2
+    assert path.read_text(encoding="utf-8") == "edited"
+    assert "my.json" in capsys.readouterr().err
 
 
 def test_written_weights_have_two_decimals(capsys, tmp_path):
