@@ -178,7 +178,8 @@ class Layer:
             raise ValueError(f"state dict {what} {type(self).__name__}: " + "; ".join(problems))
 
         for name in fitting:
-            arrays[name] = _converted(name, arrays[name], parameters[name].dtype)
+            dtype = parameters[name].dtype
+            arrays[name] = as_stored_floats(f"state dict entry {name}", arrays[name], dtype)
         for name in fitting:
             parameters[name].value = arrays[name]
         return LoadResult(tuple(missing), tuple(unexpected), tuple(misshapen))
@@ -193,33 +194,20 @@ def find_parameters(layer: Any) -> Iterator[tuple[str, Parameter]]:
 
 
 def _walk(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Parameter]]:
-    children: Iterable[tuple[Any, Any]]
+    children: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, (list, tuple)):
         children = enumerate(value)
     elif isinstance(value, dict):
         children = value.items()
-    elif isinstance(value, Parameter) or (hasattr(value, "forward") and hasattr(value, "backward")):
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        children = getattr(value, "__dict__", {}).items()
-    else:
-        return
-    if isinstance(value, Parameter):
-        yield name, value
-        return
+    elif id(value) not in seen:
+        if isinstance(value, Parameter):
+            seen.add(id(value))
+            yield name, value
+        elif hasattr(value, "forward") and hasattr(value, "backward"):
+            seen.add(id(value))
+            children = getattr(value, "__dict__", {}).items()
     for key, child in children:
         yield from _walk(child, f"{name}.{key}" if name else str(key), seen)
-
-
-def _converted(name: str, array: Array, dtype: np.dtype[Any]) -> Array:
-    if array.dtype.kind != "f":
-        raise TypeError(f"state dict entry {name} holds {array.dtype}, expected floats")
-    with np.errstate(over="ignore"):
-        converted = array.astype(dtype)
-    if not np.array_equal(np.isfinite(converted), np.isfinite(array)):
-        raise ValueError(f"state dict entry {name} overflows {dtype}")
-    return converted
 
 
 # Checks of arguments. Each names the argument, what came and what was expected.
@@ -251,6 +239,17 @@ def as_array(name: str, x: ArrayLike, dtype: DTypeLike | None = None) -> Array:
     elif array.dtype.kind not in "fiu":
         raise TypeError(f"{name} has dtype {array.dtype}, expected real numbers")
     return array.astype(dtype, copy=False)
+
+
+def as_stored_floats(name: str, array: Array, dtype: np.dtype[Any]) -> Array:
+    """A state dict's array in dtype. TypeError if it holds no floats, ValueError on overflow."""
+    if array.dtype.kind != "f":
+        raise TypeError(f"{name} holds {array.dtype}, expected floats")
+    with np.errstate(over="ignore"):
+        converted = array.astype(dtype)
+    if not np.array_equal(np.isfinite(converted), np.isfinite(array)):
+        raise ValueError(f"{name} overflows {dtype}")
+    return converted
 
 
 def as_input(name: str, x: ArrayLike, width: int, dtype: DTypeLike | None = None) -> Array:

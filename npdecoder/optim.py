@@ -19,7 +19,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from npdecoder.core import Array, Parameter, integer, non_negative, positive_int
+from npdecoder.core import (
+    Array,
+    Parameter,
+    as_stored_floats,
+    integer,
+    non_negative,
+    positive_int,
+)
 
 Parameters = Parameter | Iterable[Parameter | Mapping[str, Any]]
 Schedule = Callable[[int], float]
@@ -414,10 +421,4 @@ def _converted_like(old: Any, name: str, new: Any) -> Any:
             raise TypeError(f"{name} is {new!r}, expected an integer")
         number = non_negative(name, array.item())
         return int(number) if isinstance(old, int) else number
-    if array.dtype.kind != "f":
-        raise TypeError(f"{name} holds {array.dtype}, expected floats")
-    with np.errstate(over="ignore"):
-        converted = array.astype(old.dtype)
-    if not np.array_equal(np.isfinite(converted), np.isfinite(array)):
-        raise ValueError(f"{name} overflows {old.dtype}")
-    return converted
+    return as_stored_floats(name, array, old.dtype)

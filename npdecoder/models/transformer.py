@@ -99,7 +99,8 @@ class Transformer(TokenModel):
         Errors: TypeError and IndexError for bad ids; ValueError for shapes, masks and lengths.
         """
         source_ids, target_ids = self._check_ids(source_ids, target_ids)
-        self._causal_mask("target_mask", target_ids, target_mask)  # an error is to come before work
+        B, T = target_ids.shape
+        as_mask("target_mask", target_mask, (B, self.num_heads, T, T))  # an error before any work
         # 1. encode
         memory, encode = self.encode(source_ids, source_mask, rng)
         # 2. decode
