@@ -12,7 +12,15 @@ from npdecoder.blocks import (
 )
 from npdecoder.checkpoint import load_weights, save_weights
 from npdecoder.core import Layer, Parameter
-from npdecoder.decoding import greedy_decode
+from npdecoder.decoding import (
+    Hypothesis,
+    beam_search,
+    generate,
+    greedy_decode,
+    next_token_probabilities,
+    sample,
+)
+from npdecoder.decoding_state import DecodingState
 from npdecoder.gradcheck import gradcheck
 from npdecoder.interop import load_torch_state_dict, read_torch_file, torch_state_dict
 from npdecoder.layers import (
@@ -92,6 +100,12 @@ __all__ = [  # noqa: RUF022  (grouped as the README explains them)
     "noam_schedule",
     # decoding
     "greedy_decode",
+    "sample",
+    "generate",
+    "beam_search",
+    "Hypothesis",
+    "next_token_probabilities",
+    "DecodingState",
     # files
     "save_weights",
     "load_weights",

@@ -245,18 +245,26 @@ def test_the_result_is_plain_and_nothing_is_written() -> None:
 
 def test_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """The source is encoded once, and decoding ends with the longest output."""
-    model, rows = random_model(15), sources(15)[:1]
-    calls = {"encode": 0, "decode": 0}
-    for name in calls:
-        whole = getattr(model, name)
+    model, rows = random_model(15), sources(15)
+    encoded: list[tuple[int, ...]] = []
+    steps: list[tuple[int, ...]] = []
+    encode, extend = model.encode, model.decoder.extend
 
-        def counted(*args: Any, name: str = name, whole: Any = whole) -> Any:
-            calls[name] += 1
-            return whole(*args)
+    def counted_encode(ids: Any, *args: Any) -> Any:
+        encoded.append(np.shape(ids))
+        return encode(ids, *args)
 
-        monkeypatch.setattr(model, name, counted)
-    longest = max(map(len, decode(model, padded(rows))))
-    assert calls == {"encode": 1, "decode": longest + 1}
+    def counted_extend(state: Any, x: Any, *args: Any) -> Any:
+        steps.append(x.shape[:2])
+        return extend(state, x, *args)
+
+    monkeypatch.setattr(model, "encode", counted_encode)
+    monkeypatch.setattr(model.decoder, "extend", counted_extend)
+    outputs = decode(model, padded(rows))
+    assert encoded == [padded(rows).shape]
+    # one new token a step, and no more work for an item that has ended
+    running = [sum(len(output) >= n for output in outputs) for n in range(MAX_LEN)]
+    assert steps == [(n, 1) for n in running if n]
 
 
 def test_a_float32_model_decodes_like_the_loop() -> None:

@@ -21,7 +21,7 @@ CALCULUS = ("core", "masks", "layers")
 WIRING = (*CALCULUS, "blocks")
 MODELS = (*WIRING, "models")
 TOOLS = ("gradcheck", "optim", "text")
-ON_MODELS = ("training", "decoding", "checkpoint", "interop")
+ON_MODELS = ("training", "decoding_state", "decoding", "checkpoint", "interop")
 
 MAY_IMPORT = {
     "core": (),
@@ -44,7 +44,8 @@ MAY_IMPORT = {
     "layers": ("layers",),
     # the wiring
     "blocks.residual": CALCULUS,
-    "blocks.multi_head_attention": CALCULUS,
+    "blocks.cache": CALCULUS,
+    "blocks.multi_head_attention": (*CALCULUS, "blocks.cache"),
     "blocks.feed_forward": CALCULUS,
     "blocks.encoder": WIRING,
     "blocks.decoder": WIRING,
@@ -57,7 +58,8 @@ MAY_IMPORT = {
     "models": ("models",),
     # what uses them
     "training": (*MODELS, "optim", "text"),
-    "decoding": MODELS,
+    "decoding_state": MODELS,
+    "decoding": (*MODELS, "decoding_state"),
     "checkpoint": (*MODELS, "optim"),
     "interop": (*MODELS, "checkpoint"),
     "translator": (*MODELS, "optim", "text", *ON_MODELS),
@@ -91,7 +93,7 @@ PUBLIC = {
     "models.language_model": ("LanguageModel",),
     "gradcheck": ("gradcheck",),
     "optim": ("SGD", "clip_grad_norm"),
-    "decoding": ("greedy_decode",),
+    "decoding": ("greedy_decode", "sample", "generate", "beam_search"),
     "checkpoint": ("save_weights", "load_weights"),
 }
 

@@ -10,11 +10,12 @@ cross_attention says where the keys and values of the memory come from:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from npdecoder.blocks.cache import DecoderState, KeyValueCache
 from npdecoder.blocks.feed_forward import FeedForward, FeedForwardContext
 from npdecoder.blocks.multi_head_attention import (
     AttendContext,
@@ -126,23 +127,26 @@ class DecoderLayer(Layer):
         target_mask: ArrayLike | None = None,
         memory_mask: ArrayLike | None = None,
         rng: np.random.Generator | None = None,
+        cache: KeyValueCache | None = None,
     ) -> tuple[Array, DecoderLayerContext]:
         """x (B, T, d_model) and memory -> y (B, T, d_model).
 
         memory: (B, S, d_model); if shared, the pair K (B, h, S, d_k), V (B, h, S, d_v).
         target_mask: (T, T) or 4 dimensions, for the self-attention (causality is a mask like any
         other: None makes everything visible). memory_mask: (T, S) or 4 dimensions.
+        cache: for decoding. x are the T positions after those in it, target_mask is
+        (T, cache.length + T), and memory is the pair (K, V), whether shared or not.
 
         Errors: ValueError for shapes that do not fit, and for a memory where none is used, or none
         where one is.
         """
         gamma = self.norm1.gamma.value
         x = as_sequences("x", x, len(gamma), gamma.dtype)
-        memory, target_mask, memory_mask = self._check(x, memory, target_mask, memory_mask)
+        memory, target_mask, memory_mask = self._check(x, memory, target_mask, memory_mask, cache)
         dropout_rng(rng)
         # 1. self-attention
         h1, enter1 = self.residual1.enter(x)
-        s1, self_attention = self.self_attention.forward(h1, h1, h1, target_mask, rng)
+        s1, self_attention = self.self_attention.forward(h1, h1, h1, target_mask, rng, cache)
         x1, leave1 = self.residual1.leave(x, s1, rng)
         # 2. cross-attention
         x2, cross = self._cross_forward(x1, memory, memory_mask, rng)
@@ -181,11 +185,12 @@ class DecoderLayer(Layer):
             return x1, None
         attention: MultiHeadAttentionContext | AttendContext
         h2, enter = self.residual2.enter(x1)
-        if isinstance(self.cross_attention, MultiHeadAttention):
-            s2, attention = self.cross_attention.forward(h2, memory, memory, mask, rng)
-        else:
+        if isinstance(memory, tuple):  # projected before
             K, V = memory
             s2, attention = self.cross_attention.attend(h2, K, V, mask, rng)
+        else:
+            assert isinstance(self.cross_attention, MultiHeadAttention)
+            s2, attention = self.cross_attention.forward(h2, memory, memory, mask, rng)
         x2, leave = self.residual2.leave(x1, s2, rng)
         return x2, CrossAttentionContext(enter, attention, leave)
 
@@ -204,18 +209,19 @@ class DecoderLayer(Layer):
         return (dx1, *dmemory)
 
     def _check(
-        self, x: Array, memory: Any, target_mask: Any, memory_mask: Any
+        self, x: Array, memory: Any, target_mask: Any, memory_mask: Any, cache: KeyValueCache | None
     ) -> tuple[Any, Array | None, Array | None]:
         """memory and the masks as arrays that fit x, or an error in the names of forward."""
         (B, T, d_model), h = x.shape, self.self_attention.num_heads
-        target_mask = as_mask("target_mask", target_mask, (B, h, T, T))
+        past = 0 if cache is None else cache.length
+        target_mask = as_mask("target_mask", target_mask, (B, h, T, past + T))
         if self.cross_attention is None:
             if memory is not None or memory_mask is not None:
                 raise ValueError("memory or memory_mask was given, but there is no cross-attention")
             return None, target_mask, None
         if memory is None:
             raise ValueError("memory is None, but there is cross-attention")
-        if isinstance(self.cross_attention, MultiHeadAttention):
+        if isinstance(self.cross_attention, MultiHeadAttention) and cache is None:
             memory = as_sequences("memory", memory, d_model, x.dtype)
             if len(memory) != B:
                 raise ValueError(f"x {x.shape} and memory {memory.shape}: expected one batch")
@@ -229,7 +235,7 @@ class DecoderLayer(Layer):
         assert self.cross_attention is not None
         W_q, W_o = self.cross_attention.W_q.W.value, self.cross_attention.W_o.W.value
         if not isinstance(memory, tuple) or len(memory) != 2:
-            raise ValueError("memory is not the pair (K, V), which shared memory needs")
+            raise ValueError("memory is not the pair (K, V) of keys and values, projected before")
         K = as_array("memory K", memory[0], W_q.dtype)
         V = as_array("memory V", memory[1], W_q.dtype)
         S = K.shape[2] if K.ndim == 4 else 0
@@ -324,6 +330,39 @@ class Decoder(Layer):
         if self.norm is not None:
             x, norm = self.norm.forward(x)
         return np.asarray(x), DecoderContext(project, layers, norm)
+
+    def new_state(self, memory: ArrayLike | None = None) -> DecoderState:
+        """A state without positions for `extend`; it holds K and V of memory (B, S, d_model)."""
+        crossing = self.layers[0].cross_attention is not None
+        if (memory is not None) != crossing:
+            what = "None, but there is" if crossing else "given, but there is no"
+            raise ValueError(f"memory is {what} cross-attention")
+        if memory is None:
+            return DecoderState([None] * len(self.layers))
+        if self.memory_projection is not None:
+            return DecoderState([self.memory_projection(memory)] * len(self.layers))
+        projections = [cast(MultiHeadAttention, layer.cross_attention) for layer in self.layers]
+        return DecoderState([project.project(memory, memory)[0] for project in projections])
+
+    def extend(
+        self,
+        state: DecoderState,
+        x: ArrayLike,
+        target_mask: ArrayLike | None = None,
+        memory_mask: ArrayLike | None = None,
+    ) -> Array:
+        """x (B, T, d_model), the T positions after those in state, which takes them up -> y.
+
+        y (B, T, d_model) are the last T rows of what forward returns for all positions under a
+        causal mask. target_mask: of the scores (B, h, T, state.length + T); causality inside x is
+        the caller's, as everywhere (causal_mask(T, state.length + T)). No gradient, no dropout.
+
+        Errors: as in DecoderLayer; state is then unchanged.
+        """
+        _ = state.length  # an error if it is broken
+        for layer, cache, memory in zip(self.layers, state.caches, state.memory):
+            x, _ = layer.forward(x, memory, target_mask, memory_mask, cache=cache)
+        return np.asarray(x if self.norm is None else self.norm(x))
 
     def backward(self, ctx: DecoderContext, dy: ArrayLike) -> Any:
         """dy (B, T, d_model) -> (dx, dmemory), or dx without cross-attention.

@@ -5,7 +5,7 @@
 
 MemoryProjection is the first part alone, MemoryAttention the second: with shared memory keys and
 values a decoder owns one MemoryProjection, and each of its layers a MemoryAttention. Cached
-decoding projects new tokens only and attends to all.
+decoding projects new positions only and attends to all.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from npdecoder.blocks.cache import KeyValueCache
 from npdecoder.core import (
     Array,
     Layer,
@@ -251,11 +252,15 @@ class MultiHeadAttention(MemoryAttention, MemoryProjection):
         value: ArrayLike,
         mask: ArrayLike | None = None,
         rng: np.random.Generator | None = None,
+        cache: KeyValueCache | None = None,
     ) -> tuple[Array, MultiHeadAttentionContext]:
         """query (B, T, d_model), key and value (B, S, d_model) -> output (B, T, d_model).
 
         mask: bool, True = may attend, or float, added to the scores; (T, S) or 4 dimensions that
         broadcast to (B, h, T, S). rng: applies dropout.
+        cache: keys and values of earlier positions, which stand before the S new ones, and to which
+        these are added; the mask is then (T, cache.length + S). Backward knows nothing of earlier
+        positions, and refuses their gradients.
 
         Errors: ValueError for shapes that do not fit, batches that would only broadcast among them.
         """
@@ -264,10 +269,13 @@ class MultiHeadAttention(MemoryAttention, MemoryProjection):
         key, value = self._check_project(key, value)
         if len(query) != len(key):
             raise ValueError(f"query {query.shape} and key {key.shape}: expected one batch")
-        mask = as_mask("mask", mask, (len(query), self.num_heads, query.shape[1], key.shape[1]))
+        S = key.shape[1] + (0 if cache is None else cache.length)
+        mask = as_mask("mask", mask, (len(query), self.num_heads, query.shape[1], S))
         dropout_rng(rng)
         # 1. keys and values
         (K, V), project = self.project(key, value)
+        if cache is not None:
+            K, V = cache.append(K, V)
         # 2. the query attends to them
         output, attend = self.attend(query, K, V, mask, rng)
         return output, MultiHeadAttentionContext(project, attend)

@@ -69,7 +69,7 @@ class LanguageModel(TokenModel):
         ids = as_batch("ids", ids, self.config.vocab_size, self.config)
         keep = self._causal_mask("mask", ids, mask)
         # 1. embed
-        x, embed = self._embed(ids, self.embedding, self.positions, rng)
+        x, embed = self.embed(ids, self.embedding, self.positions, rng)
         # 2. decode
         y, decoder = self.decoder.forward(x, None, keep, None, rng)
         # 3. one logit a word

@@ -35,16 +35,22 @@ class TokenModel(Layer):
         rate = config.dropout if config.position_dropout is None else config.position_dropout
         self.position_dropout = Dropout(rate)
 
-    def _embed(
+    def embed(
         self,
         ids: NDArray[np.intp],
         embedding: Embedding,
         positions: SinusoidalPositions | LearnedPositions,
         rng: np.random.Generator | None,
+        at: NDArray[np.intp] | None = None,
     ) -> tuple[Array, EmbedContext]:
-        """ids (B, T) -> x (B, T, d_model): embedding, plus position, with dropout."""
+        """ids (B, T) -> x (B, T, d_model): embedding, plus position, with dropout.
+
+        at (B, T): the positions; None: those of sequences that begin with ids.
+        """
+        if at is None and self.pad_id is not None and (ids == self.pad_id).any():
+            at = token_positions(ids != self.pad_id)
         e, embedding_ctx = embedding.forward(ids)
-        e_p, positions_ctx = positions.forward(e, token_positions(ids, self.pad_id))
+        e_p, positions_ctx = positions.forward(e, at)
         x, dropout_ctx = self.position_dropout.forward(e_p, rng)
         return x, EmbedContext(embedding_ctx, positions_ctx, dropout_ctx)
 
@@ -81,13 +87,8 @@ def make_positions(
     return LearnedPositions(config.max_len, config.d_model, rng=rng, dtype=dtype)
 
 
-def token_positions(ids: NDArray[np.intp], pad_id: int | None) -> NDArray[np.intp] | None:
-    """(B, T): how many real tokens stand before each; None (0 .. T-1) where there is no padding."""
-    if pad_id is None:
-        return None
-    real = ids != pad_id
-    if real.all():
-        return None
+def token_positions(real: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """(B, T): how many real tokens stand before each; real (B, T) is False for padding."""
     positions: NDArray[np.intp] = np.maximum(np.cumsum(real, axis=1) - 1, 0)
     return positions
 

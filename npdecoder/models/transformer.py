@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from npdecoder.blocks.decoder import Decoder, DecoderContext
 from npdecoder.blocks.encoder import Encoder, EncoderContext
-from npdecoder.core import Array, construction_rng
+from npdecoder.core import Array, as_ids, construction_rng
 from npdecoder.layers.embedding import Embedding, Unembedding, UnembeddingContext
 from npdecoder.layers.linear import Linear, LinearContext
 from npdecoder.masks import as_mask, combine_masks
@@ -123,8 +123,8 @@ class Transformer(TokenModel):
         """source_ids (B, S) -> memory (B, S, d_model)."""
         c = self.config
         source_ids = as_batch("source_ids", source_ids, c.source_vocab_size, c)
-        keep = self._source_mask(source_ids, source_mask)
-        x, embed = self._embed(source_ids, self.source_embedding, self.source_positions, rng)
+        keep = self.source_mask(source_ids, source_mask)
+        x, embed = self.embed(source_ids, self.source_embedding, self.source_positions, rng)
         memory, encoder = self.encoder.forward(x, keep, rng)
         return memory, EncodeContext(embed, encoder)
 
@@ -147,10 +147,10 @@ class Transformer(TokenModel):
         if np.shape(memory)[:2] != source_ids.shape:
             shapes = f"memory {np.shape(memory)} and source_ids {source_ids.shape}"
             raise ValueError(f"{shapes}: expected (B, S, d_model) and (B, S)")
-        memory_keep = self._source_mask(source_ids, source_mask)
+        memory_keep = self.source_mask(source_ids, source_mask)
         target_keep = self._causal_mask("target_mask", target_ids, target_mask)
         # 1. embed
-        x, embed = self._embed(target_ids, self.target_embedding, self.target_positions, rng)
+        x, embed = self.embed(target_ids, self.target_embedding, self.target_positions, rng)
         # 2. decode
         y, decoder = self.decoder.forward(x, memory, target_keep, memory_keep, rng)
         # 3. one logit a word
@@ -167,7 +167,9 @@ class Transformer(TokenModel):
         self._embed_backward(ctx.embed, dx, self.target_embedding, self.target_positions)
         return np.asarray(dmemory)
 
-    def _source_mask(self, source_ids: NDArray[np.intp], mask: ArrayLike | None) -> Array | None:
+    def source_mask(self, source_ids: ArrayLike, mask: ArrayLike | None = None) -> Array | None:
+        """The keys of the source that may be attended to, (B, 1, 1, S); None: all of them."""
+        source_ids = as_ids("source_ids", source_ids, self.config.source_vocab_size)
         B, S = source_ids.shape
         keep = as_mask("source_mask", mask, (B, 1, 1, S))
         return combine_masks(self._padding_mask(source_ids), keep)

@@ -227,10 +227,9 @@ def test_places_of_dropout():
 def test_positions_count_what_is_not_padding():
     ids = np.array([[0, 0, 5, 7], [5, 0, 7, 0], [0, 0, 0, 0], [1, 2, 3, 4]])
     real = ids != 0
-    positions = token_positions(ids, 0)
+    positions = token_positions(real)
     expected = [0, 1, 0, 1, 0, 1, 2, 3]
     np.testing.assert_array_equal(positions[real], expected)
     assert positions.min() >= 0
     assert positions.max() < 4
-    assert token_positions(ids, None) is None
-    assert token_positions(ids[3:], 0) is None
+    np.testing.assert_array_equal(token_positions(real[3:]), [[0, 1, 2, 3]])
