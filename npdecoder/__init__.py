@@ -43,9 +43,12 @@ from npdecoder.masks import causal_mask, padding_mask, target_mask
 from npdecoder.models import LanguageModel, LanguageModelConfig, Transformer, TransformerConfig
 from npdecoder.optim import (
     SGD,
+    Adam,
+    AdamW,
     clip_grad_norm,
     constant_schedule,
     cosine_schedule,
+    decay_groups,
     linear_schedule,
     noam_schedule,
 )
@@ -93,6 +96,9 @@ __all__ = [  # noqa: RUF022  (grouped as the README explains them)
     "gradcheck",
     # training
     "SGD",
+    "Adam",
+    "AdamW",
+    "decay_groups",
     "clip_grad_norm",
     "constant_schedule",
     "linear_schedule",

@@ -246,6 +246,124 @@ class SGD(Optimizer):
         parameter.value -= lr * v
 
 
+class Adam(Optimizer):
+    """Adam: each number's step is scaled by the recent size of its gradient.
+
+        g     = grad + weight_decay * value
+        m     = beta1 * m + (1 - beta1) * g           m = 0 and v = 0 before the first update
+        v     = beta2 * v + (1 - beta2) * g ** 2
+        m_hat = m / (1 - beta1 ** n)                  n = 1, 2, ... counts the updates: m and v
+        v_hat = v / (1 - beta2 ** n)                  begin at 0, and this undoes their bias
+        value = value - lr * m_hat / (sqrt(v_hat) + eps)
+
+    Source: Kingma and Ba 2015, "Adam: a method for stochastic optimization", algorithm 1.
+
+    betas: (beta1, beta2), each in [0, 1); in a group too. A group may also have its own eps and
+    weight_decay. m and v have the shape and dtype of value; they are m.i and v.i in the state dict,
+    beta1 and beta2 are options there. Parameters and errors: see Optimizer.
+    """
+
+    decoupled = False
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        beta1, beta2 = _betas(betas)
+        if not isinstance(parameters, Parameter):
+            parameters = [
+                _split_betas(item) if isinstance(item, Mapping) else item
+                for item in _listed("parameters", parameters)
+            ]
+        super().__init__(
+            parameters, lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay
+        )
+
+    def new_state(self, parameter: Parameter, options: Mapping[str, float]) -> dict[str, Array]:
+        return {"m": np.zeros_like(parameter.value), "v": np.zeros_like(parameter.value)}
+
+    def update(
+        self,
+        parameter: Parameter,
+        state: dict[str, Array],
+        options: Mapping[str, float],
+        lr: float,
+    ) -> None:
+        beta1, beta2, m, v = options["beta1"], options["beta2"], state["m"], state["v"]
+        g = parameter.grad
+        if self.decoupled:
+            parameter.value *= 1.0 - lr * options["weight_decay"]
+        elif options["weight_decay"] > 0.0:
+            g = g + options["weight_decay"] * parameter.value
+        m += (1.0 - beta1) * (g - m)
+        v *= beta2
+        v += (1.0 - beta2) * (g * g)
+        # m_hat and v_hat without arrays of their own: the corrections are two numbers
+        root = np.sqrt(v)
+        root /= math.sqrt(1.0 - beta2**self.steps)
+        root += options["eps"]
+        parameter.value -= (lr / (1.0 - beta1**self.steps)) * m / root
+
+
+class AdamW(Adam):
+    """Adam with weight decay that is decoupled from the gradient:
+
+        value = value - lr * weight_decay * value     then Adam's update with g = grad
+
+    so that decay is not divided by sqrt(v_hat): every number decays at the same rate.
+
+    Source: Loshchilov and Hutter 2019, "Decoupled weight decay regularization", algorithm 2, in
+    PyTorch's form, in which lr scales the decay too. weight_decay is 0.01 by default. To decay the
+    matrices alone, as is usual for Transformers: decay_groups(parameters, weight_decay).
+    """
+
+    decoupled = True
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(parameters, lr, betas, eps, weight_decay)
+
+
+def decay_groups(parameters: Iterable[Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups for an optimizer: matrices with this weight_decay; biases and norms with none."""
+    distinct = _distinct("parameters", parameters)
+    matrices = [p for p in distinct if p.value.ndim >= 2]
+    others = [p for p in distinct if p.value.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _betas(betas: Any) -> tuple[float, float]:
+    if not isinstance(betas, Iterable) or len(pair := tuple(betas)) != 2:
+        raise TypeError(f"betas is {betas!r}, expected a pair (beta1, beta2)")
+    for name, beta in zip(("beta1", "beta2"), pair):
+        if not non_negative(name, beta) < 1.0:
+            raise ValueError(f"{name} is {beta}, expected a number in [0, 1)")
+    return float(pair[0]), float(pair[1])
+
+
+def _split_betas(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The group with beta1 and beta2 in place of betas."""
+    group = dict(group)
+    if "betas" in group:
+        group["beta1"], group["beta2"] = _betas(group.pop("betas"))
+    _betas((group.get("beta1", 0.0), group.get("beta2", 0.0)))
+    return group
+
+
 # Schedules: each returns a function from n, the number of an update counted from 1, to the learning
 # rate of that update, a Python float. n < 1 is a ValueError, an n that is no integer a TypeError.
 

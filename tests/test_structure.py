@@ -92,7 +92,7 @@ PUBLIC = {
     "models.transformer": ("Transformer",),
     "models.language_model": ("LanguageModel",),
     "gradcheck": ("gradcheck",),
-    "optim": ("SGD", "clip_grad_norm"),
+    "optim": ("SGD", "Adam", "AdamW", "clip_grad_norm"),
     "decoding": ("greedy_decode", "sample", "generate", "beam_search"),
     "checkpoint": ("save_weights", "load_weights"),
 }
