@@ -10,7 +10,7 @@ from npdecoder.blocks import (
     MemoryProjection,
     MultiHeadAttention,
 )
-from npdecoder.checkpoint import load_weights, save_weights
+from npdecoder.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from npdecoder.core import Layer, Parameter
 from npdecoder.decoding import (
     Hypothesis,
@@ -21,6 +21,7 @@ from npdecoder.decoding import (
     sample,
 )
 from npdecoder.decoding_state import DecodingState
+from npdecoder.files import load_weights, save_weights
 from npdecoder.gradcheck import gradcheck
 from npdecoder.interop import load_torch_state_dict, read_torch_file, torch_state_dict
 from npdecoder.layers import (
@@ -115,6 +116,9 @@ __all__ = [  # noqa: RUF022  (grouped as the README explains them)
     # files
     "save_weights",
     "load_weights",
+    "save_checkpoint",
+    "load_checkpoint",
+    "Checkpoint",
     # PyTorch
     "load_torch_state_dict",
     "torch_state_dict",

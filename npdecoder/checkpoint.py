@@ -1,124 +1,219 @@
-"""Files of arrays: .npz, written whole or not at all, read without pickle."""
+"""Checkpoints: one file with all that a training needs to go on bit by bit."""
 
 from __future__ import annotations
 
-import errno
-import io
-import os
-import tempfile
-import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import IO
+import dataclasses
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from npdecoder.core import Array
+from npdecoder.core import Array, Layer, dropout_rng, integer
+from npdecoder.files import PathLike, json_array, json_value, load_weights, save_weights
+from npdecoder.models import LanguageModel, LanguageModelConfig, Transformer, TransformerConfig
+from npdecoder.optim import SGD, Adam, AdamW, Optimizer
+
+META = "npdecoder.json"  # the entry that is no array: JSON, as bytes
+FORMAT, VERSION = "npdecoder checkpoint", 1
+
+MODELS: dict[str, tuple[Any, Any]] = {
+    "Transformer": (Transformer, TransformerConfig),
+    "LanguageModel": (LanguageModel, LanguageModelConfig),
+}
+OPTIMIZERS: dict[str, type[Optimizer]] = {"SGD": SGD, "Adam": Adam, "AdamW": AdamW}
+BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+
+# What damage makes of JSON and of what it describes: sizes that no file has, JSON in JSON in JSON
+DAMAGE = (
+    KeyError,
+    IndexError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+    OverflowError,
+)
 
 
-def save_weights(path: str | os.PathLike[str], mapping: Mapping[str, ArrayLike]) -> None:
-    """Write arrays by name to a .npz file, which np.load can read too.
+class Checkpoint(NamedTuple):
+    """What load_checkpoint returns: what save_checkpoint was given."""
 
-    The file is written beside the old one, flushed to the disk and put in its place at once: a
-    crash leaves the old file whole, and a reader never sees half of one. Arrays are written
-    contiguous and in native byte order; equal arrays make equal files.
+    model: Any  # Transformer or LanguageModel
+    optimizer: Any  # SGD, Adam or AdamW, of the model's parameters; None if there was none
+    rng: np.random.Generator | None
+    step: int
+    extra: Any
 
-    Errors: ValueError for another suffix, for an array that only pickle could store, and for a name
-    that a zip file cannot hold; OSError if it cannot be written. The old file is then untouched.
+
+def save_checkpoint(
+    path: PathLike,
+    model: Layer,
+    optimizer: Optimizer | None = None,
+    rng: np.random.Generator | None = None,
+    step: int = 0,
+    extra: Any = None,
+) -> None:
+    """Write all that a training needs to go on bit by bit, to one .npz or .safetensors file.
+
+    model: a Transformer or LanguageModel: config, weights, and gradients that are not zero (so that
+        a save in the middle of an accumulation is exact).
+    optimizer: SGD, Adam or AdamW over parameters of the model; options and state.
+    rng: its state. step: of the training.
+    extra: anything else, such as vocabularies, the data position, further generators: None, bool,
+        int, float, str, NumPy arrays and numbers, Generators, and lists and dicts (with str keys)
+        of these.
+
+    Errors: those of save_weights; TypeError for a model, optimizer or value in extra that could not
+    be read back as it is; ValueError for an optimizer of other parameters.
     """
-    _check_suffix(path)
-    arrays = {name: np.asarray(array) for name, array in mapping.items()}
-    for name, array in arrays.items():
-        if array.dtype.hasobject:
-            raise ValueError(f"{name} holds Python objects, which are not stored")
-        if not _fits_zip(name):
-            raise ValueError(f"the name {name!r} cannot be stored")
-    with _replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
-        for name, array in arrays.items():
-            native = np.asarray(array, array.dtype.newbyteorder("="), order="C")
-            # a fixed date (ZipInfo's 1980) for equal files; zip64 for arrays beyond 2 GiB
-            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, native, allow_pickle=False)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    arrays: dict[str, Array] = {}
+    meta = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": {"class": _known("model", model, [cls for cls, _ in MODELS.values()])},
+        "optimizer": None,
+        "rng": _pack("rng", dropout_rng(rng), arrays),
+        "step": integer("step", step, 0),
+        "extra": None,
+    }
+    try:
+        meta["extra"] = _pack("extra", extra, arrays)
+    except RecursionError:
+        raise ValueError("extra contains itself, or is nested too deeply") from None
+    meta["model"]["config"] = dataclasses.asdict(model.config)  # type: ignore[attr-defined]
+    for name, parameter in model.named_parameters():
+        arrays[f"model.{name}"] = parameter.value
+        if parameter.has_grad:
+            arrays[f"grad.{name}"] = parameter.grad
+    if optimizer is not None:
+        state = optimizer.state_dict()
+        if any(id(p) not in names for p in optimizer.parameters()):
+            raise ValueError("the optimizer has parameters that the model does not have")
+        meta["optimizer"] = {
+            "class": _known("optimizer", optimizer, OPTIMIZERS.values()),
+            "groups": [[names[id(p)] for p in group.parameters] for group in optimizer.groups],
+            "numbers": {k: v for k, v in state.items() if not isinstance(v, np.ndarray)},
+        }
+        arrays |= {f"optimizer.{k}": v for k, v in state.items() if isinstance(v, np.ndarray)}
+    save_weights(path, {META: json_array(meta), **arrays})
 
 
-def load_weights(path: str | os.PathLike[str]) -> dict[str, Array]:
-    """The arrays of a .npz file by name. Nothing in the file is ever run.
+def load_checkpoint(path: PathLike) -> Checkpoint:
+    """What save_checkpoint wrote, as new objects, bit by bit.
 
-    Errors: OSError if it cannot be opened; ValueError for another suffix and for a file that is
-    damaged or holds anything but arrays.
+    Errors: OSError if it cannot be opened; ValueError for a file that is damaged, of another kind
+    or version, or lacks anything.
     """
-    _check_suffix(path)
-    with open(path, "rb") as file:
-        try:
-            with zipfile.ZipFile(file) as archive:
-                return {_name(info): _read(archive, info) for info in archive.infolist()}
-        except Exception as error:  # of zipfile, zlib, numpy, ...: whatever damage makes
-            raise ValueError(f"{path} is not a whole .npz file of arrays: {error}") from error
-
-
-def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise the OSError or ValueError that save_weights(path) would, before the work is done."""
-    _check_suffix(path)
-    if Path(path).is_dir():
-        raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
-    folder = Path(path).resolve().parent
-    if not folder.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "no such folder", str(folder))
-    with tempfile.TemporaryFile(dir=folder):
-        pass
-
-
-def _check_suffix(path: str | os.PathLike[str]) -> None:
-    if Path(path).suffix != ".npz":
-        raise ValueError(f"{path}: expected a path that ends in .npz")
-
-
-def _fits_zip(name: str) -> bool:
-    """Whether a member of this name is found under it again: zip cuts a name at NUL."""
+    arrays = load_weights(path)
     try:
-        encoded = f"{name}.npy".encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return len(encoded) < 2**16 and zipfile.ZipInfo(f"{name}.npy").filename == f"{name}.npy"
+        if META not in arrays:
+            raise ValueError("it has weights alone, if anything")
+        meta = json_value(arrays.pop(META))
+        if (meta["format"], meta["version"]) != (FORMAT, VERSION):
+            raise ValueError(f"it is {meta['format']!r}, version {meta['version']}; "
+                             f"this npdecoder reads {FORMAT!r}, version {VERSION}")
+        model = _load_model(meta["model"], arrays)
+        optimizer = None
+        if meta["optimizer"] is not None:
+            optimizer = _load_optimizer(meta["optimizer"], model, arrays)
+        rng, step, extra = (_unpack(meta[key], arrays) for key in ("rng", "step", "extra"))
+        if arrays:
+            raise ValueError(f"unexpected {', '.join(arrays)}")
+        return Checkpoint(model, optimizer, dropout_rng(rng), integer("step", step, 0), extra)
+    except DAMAGE as error:
+        raise ValueError(f"{path} is not a checkpoint of npdecoder: {_text(error)}") from error
 
 
-def _name(info: zipfile.ZipInfo) -> str:
-    if not info.filename.endswith(".npy"):
-        raise ValueError(f"{info.filename!r} is no array")
-    if info.comment:  # by one wrong byte, the members that follow become one
-        raise ValueError(f"{info.filename!r} has a comment")
-    return info.filename[: -len(".npy")]
+def _load_model(meta: Any, arrays: dict[str, Array]) -> Any:
+    cls, config_class = MODELS[meta["class"]]
+    model: Any = cls(config_class(**meta["config"]))
+    weights = _taken(arrays, "model.")
+    gradients = _taken(arrays, "grad.")
+    for name, parameter in model.named_parameters():
+        if name in weights:
+            parameter.astype(weights[name].dtype)
+        if name in gradients:
+            parameter.grad = gradients.pop(name)
+    model.load_state_dict(weights)
+    if gradients:
+        raise ValueError(f"unexpected gradients {', '.join(gradients)}")
+    return model
 
 
-def _read(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
-    stream = io.BytesIO(archive.read(info))  # whole, so that zipfile compares the checksum
-    array: Array = np.lib.format.read_array(stream, allow_pickle=False)
-    if stream.read(1):
-        raise ValueError(f"{info.filename!r} is longer than its array")
-    return array
+def _load_optimizer(meta: Any, model: Layer, arrays: dict[str, Array]) -> Optimizer:
+    parameters, numbers = dict(model.named_parameters()), meta["numbers"]
+    groups = []
+    for i, names in enumerate(meta["groups"]):
+        start = f"group.{i}."  # the options, lr_scale not among them, say what state there is
+        options = {k[len(start) :]: v for k, v in numbers.items() if k.startswith(start)}
+        options.pop("lr_scale", None)
+        groups.append({"params": [parameters[name] for name in names], **options})
+    optimizer = OPTIMIZERS[meta["class"]](groups, lr=0.0)
+    optimizer.load_state_dict({**numbers, **_taken(arrays, "optimizer.")})
+    return optimizer
 
 
-@contextmanager
-def _replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A file to write that takes the place of path when it is complete."""
-    # through a link, to the file it names: the link stays one
-    path = Path(path).resolve()
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".npdecoder-", suffix=".part")
-    try:
-        with open(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, path.stat().st_mode if path.exists() else 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+def _taken(arrays: dict[str, Array], start: str) -> dict[str, Array]:
+    """The arrays whose names begin so, out of arrays, without the beginning."""
+    names = [name for name in arrays if name.startswith(start)]
+    return {name[len(start) :]: arrays.pop(name) for name in names}
 
 
-def _umask() -> int:
-    mask = os.umask(0)  # it can only be read by setting it
-    os.umask(mask)
-    return mask
+def _known(what: str, value: Any, classes: Any) -> str:
+    known = list(classes)
+    if type(value) not in known:
+        raise TypeError(f"{what} is a {type(value).__name__}, expected "
+                        f"{' or '.join(cls.__name__ for cls in known)}: "
+                        "save its state_dict() with save_weights")
+    return type(value).__name__
+
+
+def _pack(where: str, value: Any, arrays: dict[str, Array]) -> Any:
+    """The value as JSON can hold it; arrays go to `arrays` and are named in their place."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is list:
+        return [_pack(f"{where}[{i}]", item, arrays) for i, item in enumerate(value)]
+    if type(value) is dict:
+        for key in value:
+            if type(key) is not str or key.startswith("npdecoder."):
+                raise TypeError(f"{where} has the key {key!r}, expected strings "
+                                "that do not begin with 'npdecoder.'")
+        return {key: _pack(f"{where}[{key!r}]", item, arrays) for key, item in value.items()}
+    if isinstance(value, (np.ndarray, np.generic)):
+        arrays[where] = value  # type: ignore[assignment]
+        return {"npdecoder.array" if isinstance(value, np.ndarray) else "npdecoder.number": where}
+    if type(value) is np.random.Generator:
+        state = value.bit_generator.state
+        if state["bit_generator"] not in BIT_GENERATORS:
+            raise TypeError(f"{where} is a {state['bit_generator']}, expected one of "
+                            + ", ".join(BIT_GENERATORS))
+        return {"npdecoder.rng": _pack(where, dict(state), arrays)}
+    hint = ": give a list" if isinstance(value, tuple) else ""
+    raise TypeError(f"{where} is a {type(value).__name__}, which is not stored exactly{hint}")
+
+
+def _unpack(value: Any, arrays: dict[str, Array]) -> Any:
+    if isinstance(value, list):
+        return [_unpack(item, arrays) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "npdecoder.array" in value:
+        return arrays.pop(value["npdecoder.array"])
+    if "npdecoder.number" in value:
+        return arrays.pop(value["npdecoder.number"])[()]
+    if "npdecoder.rng" in value:
+        state = _unpack(value["npdecoder.rng"], arrays)
+        if state["bit_generator"] not in BIT_GENERATORS:
+            raise ValueError(f"{state['bit_generator']!r} is no generator")
+        bit_generator = getattr(np.random, state["bit_generator"])(0)
+        bit_generator.state = state
+        return np.random.Generator(bit_generator)
+    return {key: _unpack(item, arrays) for key, item in value.items()}
+
+
+def _text(error: BaseException) -> str:
+    return f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+
+

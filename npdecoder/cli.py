@@ -1,4 +1,4 @@
-"""The command line: npdecoder demo, train, translate, gradcheck."""
+"""The command line: npdecoder demo, train, train-lm, translate, generate, gradcheck."""
 
 from __future__ import annotations
 
@@ -8,31 +8,44 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
 from npdecoder import __version__, console, phrase_book
-from npdecoder.checkpoint import check_writable
+from npdecoder.character_model import CharacterModel
+from npdecoder.checkpoint import Checkpoint, load_checkpoint
 from npdecoder.core import Array
+from npdecoder.files import check_writable
 from npdecoder.gradcheck import GradcheckReport, gradcheck
 from npdecoder.gradcheck_all import gradcheck_all
 from npdecoder.layers import CrossEntropy
-from npdecoder.models import Transformer, TransformerConfig
-from npdecoder.optim import SGD, cosine_schedule
+from npdecoder.models import LanguageModel, LanguageModelConfig, Transformer, TransformerConfig
+from npdecoder.optim import SGD, AdamW, cosine_schedule, decay_groups
+from npdecoder.runs import Run, resumed_options
 from npdecoder.text import (
+    Characters,
     PairOfIds,
     Vocabulary,
     batches,
     detokenize,
     read_pairs,
+    read_text,
     split_pairs,
     tokenize,
+    windows,
 )
-from npdecoder.training import Progress, evaluate, train
+from npdecoder.training import evaluate
 from npdecoder.translator import Translator
 
 DEMO_MODEL = "npdecoder-demo.npz"
+LM_MODEL = "npdecoder-lm.npz"
+SAVED = (
+    "All goes to one file, again and again: a training that was stopped goes on with --resume. "
+    "Ctrl-C saves and ends it."
+)
+
+Option = tuple[str, Callable[[str], Any], Any, str]  # name, type, default, help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
     except BrokenPipeError:  # | head: nobody reads on
         return 0
-    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError) as error:
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError,
+            ImportError) as error:
         print(f"npdecoder: error: {_one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -101,46 +115,69 @@ def _parser() -> argparse.ArgumentParser:
         help="train a translator on a file of sentence pairs",
         description="Train a translator on a UTF-8 file of lines: source TAB target (further "
         "columns are ignored). A part of the source sentences is held out of the training to "
-        "measure the loss on. Weights, config and vocabularies go to one file.",
+        "measure the loss on. " + SAVED,
         epilog="Example: npdecoder train pairs.tsv --out model.npz --steps 5000",
     )
     training.add_argument("pairs", metavar="PAIRS.tsv", help="file of sentence pairs")
     training.add_argument("--out", required=True, metavar="MODEL.npz", help="the model to write")
-    for option, kind, default, text in (
-        ("--d-model", positive_int, 128, "width of the model"),
-        ("--num-heads", positive_int, 4, "attention heads"),
-        ("--num-layers", positive_int, 2, "layers of the encoder, and of the decoder"),
-        ("--d-ff", positive_int, None, "width of the feed-forward (default: 4 d-model)"),
-        ("--dropout", float, 0.1, "rate of dropout"),
-        ("--steps", positive_int, 4000, "updates"),
-        ("--batch-size", positive_int, 64, "sentence pairs in an update"),
-        ("--lr", float, 0.5, "highest learning rate; warm-up, then a cosine down to 0"),
-        ("--warmup", natural_int, 200, "updates of the warm-up"),
-        ("--momentum", float, 0.9, "momentum of SGD"),
-        ("--weight-decay", float, 0.0, "weight decay of SGD"),
-        ("--max-norm", float, 1.0, "the gradient is clipped to this norm"),
-        ("--label-smoothing", float, 0.0, "label smoothing of the training loss"),
-        ("--min-count", positive_int, 2, "rarer words become <unk>"),
-        ("--max-len", positive_int, 64, "pairs with a longer sentence (in tokens) are left out"),
-        ("--held-out", float, 0.05, "share of the source sentences to hold out"),
-        ("--validate-every", positive_int, 500, "updates between two validations"),
-        ("--seed", natural_int, 0, "of split, weights, batches and dropout"),
-    ):
-        training.add_argument(
-            option, type=kind, default=default, help=_help(text) if default is not None else text
-        )
+    _add_options(training, TRAIN_OPTIONS)
     training.set_defaults(run=_train)
+
+    training_lm = commands.add_parser(
+        "train-lm",
+        help="train a language model on the characters of a text",
+        description="Train a decoder-only language model to continue a text, character by "
+        "character, with AdamW. The end of the text is held out of the training to measure the "
+        "loss on. The options are by default those of nanoGPT's recipe for a CPU. " + SAVED,
+        epilog="Example: npdecoder train-lm book.txt --out book.npz --steps 5000",
+    )
+    training_lm.add_argument("text", metavar="TEXT.txt", help="a UTF-8 text")
+    training_lm.add_argument(
+        "--out", default=LM_MODEL, metavar="MODEL.npz", help=_help("the model to write")
+    )
+    _add_options(training_lm, TRAIN_LM_OPTIONS)
+    training_lm.set_defaults(run=_train_lm)
 
     translate = commands.add_parser(
         "translate",
         help="translate text with a trained model",
         description="Translate the given text, or each line of standard input. Words that the "
         "model does not know are named on stderr.",
-        epilog=f'Example: npdecoder translate {DEMO_MODEL} "I love you"',
+        epilog=f'Example: npdecoder translate {DEMO_MODEL} "I love you" --attention',
     )
     translate.add_argument("model", metavar="MODEL.npz", help="made by demo or train")
     translate.add_argument("text", nargs="*", help="the text (default: lines of standard input)")
+    translate.add_argument(
+        "--beam", type=positive_int, default=1, metavar="K",
+        help=_help("width of the beam search; 1 is greedy"),
+    )  # fmt: skip
+    translate.add_argument(
+        "--attention", action="store_true",
+        help="show what each word of the translation looked at, in percent",
+    )  # fmt: skip
     translate.set_defaults(run=_translate)
+
+    generating = commands.add_parser(
+        "generate",
+        help="continue a text with a trained language model",
+        description="Print the prompt and what the model writes after it, as it comes. The same "
+        "seed writes the same text.",
+        epilog=f'Example: npdecoder generate {LM_MODEL} --prompt "ROMEO:" --temperature 0.8',
+    )
+    generating.add_argument("model", metavar="MODEL.npz", help="made by train-lm")
+    generating.add_argument("--prompt", default="\n", help="the beginning (default: a new line)")
+    for option, kind, default, text in (
+        ("--length", positive_int, 500, "characters to write"),
+        ("--temperature", float, 1.0, "below 1 more likely, above 1 more varied; 0: the likeliest"),
+        ("--top-k", positive_int, None, "draw from the K likeliest characters"),
+        ("--top-p", float, None, "draw from the likeliest that have this probability together"),
+        ("--min-p", float, None, "draw from those this share as likely as the likeliest"),
+        ("--seed", natural_int, 0, "of the draws"),
+    ):
+        generating.add_argument(
+            option, type=kind, default=default, help=text if default is None else _help(text)
+        )
+    generating.set_defaults(run=_generate)
 
     check = commands.add_parser(
         "gradcheck",
@@ -151,6 +188,21 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--seed", type=natural_int, default=0, help=_help("of all that is random"))
     check.set_defaults(run=_gradcheck)
     return parser
+
+
+def _add_options(parser: argparse.ArgumentParser, table: Sequence[Option]) -> None:
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the training in the file --out, with its options, bit by bit as if it had "
+        "never stopped; --steps may be more (the schedule is then that of the longer training)",
+    )
+    for name, kind, default, text in table:
+        shown = text if default is None else f"{text} (default: {default})"
+        # only what was given: a resumed run has its own defaults
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS, help=shown
+        )
 
 
 def _help(text: str) -> str:
@@ -175,6 +227,52 @@ def _int(text: str, at_least: int) -> int:
     return value
 
 
+TRAIN_OPTIONS: tuple[Option, ...] = (
+    ("d_model", positive_int, 128, "width of the model"),
+    ("num_heads", positive_int, 4, "attention heads"),
+    ("num_layers", positive_int, 2, "layers of the encoder, and of the decoder"),
+    ("d_ff", positive_int, None, "width of the feed-forward (default: 4 d-model)"),
+    ("dropout", float, 0.1, "rate of dropout"),
+    ("steps", positive_int, 4000, "updates"),
+    ("batch_size", positive_int, 64, "sentence pairs in a batch"),
+    ("accumulate", positive_int, 1, "batches in an update"),
+    ("lr", float, 0.5, "highest learning rate; warm-up, then a cosine down to 0"),
+    ("warmup", natural_int, 200, "updates of the warm-up"),
+    ("momentum", float, 0.9, "momentum of SGD"),
+    ("weight_decay", float, 0.0, "weight decay of SGD"),
+    ("max_norm", float, 1.0, "the gradient is clipped to this norm"),
+    ("label_smoothing", float, 0.0, "label smoothing of the training loss"),
+    ("min_count", positive_int, 2, "rarer words become <unk>"),
+    ("max_len", positive_int, 64, "pairs with a longer sentence (in tokens) are left out"),
+    ("held_out", float, 0.05, "share of the source sentences to hold out"),
+    ("validate_every", positive_int, 500, "updates between two validations"),
+    ("save_every", positive_int, 500, "updates between two saves"),
+    ("seed", natural_int, 0, "of split, weights, batches and dropout"),
+)
+TRAIN_LM_OPTIONS: tuple[Option, ...] = (
+    ("d_model", positive_int, 128, "width of the model"),
+    ("num_heads", positive_int, 4, "attention heads"),
+    ("num_layers", positive_int, 4, "layers"),
+    ("d_ff", positive_int, None, "width of the feed-forward (default: 4 d-model)"),
+    ("context", positive_int, 64, "characters that the model sees at once"),
+    ("dropout", float, 0.0, "rate of dropout"),
+    ("steps", positive_int, 2000, "updates"),
+    ("batch_size", positive_int, 12, "pieces of text in a batch"),
+    ("accumulate", positive_int, 1, "batches in an update"),
+    ("lr", float, 1e-3, "highest learning rate; warm-up, then a cosine"),
+    ("final_lr", float, 1e-4, "learning rate at the end"),
+    ("warmup", natural_int, 100, "updates of the warm-up"),
+    ("beta1", float, 0.9, "beta1 of AdamW"),
+    ("beta2", float, 0.99, "beta2 of AdamW"),
+    ("weight_decay", float, 0.1, "weight decay of AdamW, of matrices alone"),
+    ("max_norm", float, 1.0, "the gradient is clipped to this norm"),
+    ("held_out", float, 0.1, "share of the text, at its end, to hold out"),
+    ("validate_every", positive_int, 250, "updates between two validations"),
+    ("save_every", positive_int, 250, "updates between two saves"),
+    ("seed", natural_int, 0, "of weights, batches and dropout"),
+)
+
+
 def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
@@ -187,63 +285,68 @@ def _show_warning(message: Warning | str, *details: Any, **more: Any) -> None:
     print(f"npdecoder: {' '.join(str(message).split())}", file=sys.stderr)
 
 
-class Run(NamedTuple):
-    """What one training needs besides the pairs."""
-
-    steps: int
-    batch_size: int
-    lr: float
-    warmup: int
-    momentum: float
-    weight_decay: float
-    max_norm: float
-    label_smoothing: float
-    validate_every: int
-    min_count: int
-    seed: int
-
-
 def _fit(
-    train_pairs: Sequence[tuple[str, str]],
+    out: str,
+    pairs: Sequence[tuple[str, str]],
     held_out: Sequence[tuple[str, str]],
-    run: Run,
-    **config: Any,
-) -> tuple[Translator, Progress, Sequence[PairOfIds]]:
-    """A Translator trained on train_pairs; its Progress; held_out as ids."""
-    sources = Vocabulary.build((tokenize(s) for s, _ in train_pairs), run.min_count)
-    targets = Vocabulary.build((tokenize(t) for _, t in train_pairs), run.min_count)
-    model = Transformer(
-        TransformerConfig(len(sources), len(targets), pad_id=Vocabulary.pad_id, **config), run.seed
-    )
-    translator = Translator(model, sources, targets)
-    ids, held_out_ids = translator.encode_pairs(train_pairs), translator.encode_pairs(held_out)
+    o: dict[str, Any],
+    checkpoint: Checkpoint | None = None,
+) -> tuple[Run, Sequence[PairOfIds]]:
+    """The run that trains a Translator on pairs, before its training; held_out as ids."""
+    if checkpoint is None:
+        sources = Vocabulary.build((tokenize(s) for s, _ in pairs), o["min_count"])
+        targets = Vocabulary.build((tokenize(t) for _, t in pairs), o["min_count"])
+        config = TransformerConfig(
+            len(sources),
+            len(targets),
+            pad_id=Vocabulary.pad_id,
+            d_model=o["d_model"],
+            num_heads=o["num_heads"],
+            num_encoder_layers=o["num_layers"],
+            num_decoder_layers=o["num_layers"],
+            d_ff=o["d_ff"],
+            dropout=o["dropout"],
+            max_len=o["max_len"] + 1,  # and EOS
+        )
+        translator = Translator(Transformer(config, o["seed"]), sources, targets)
+    else:
+        translator = Translator.from_checkpoint(out, checkpoint)
+    ids, held_out_ids = translator.encode_pairs(pairs), translator.encode_pairs(held_out)
     print(
-        f"{len(train_pairs)} pairs to train on, {len(held_out)} held out; vocabularies of "
-        f"{len(sources)} and {len(targets)}; {model.num_parameters():,} parameters",
+        f"{len(pairs)} pairs to train on, {len(held_out)} held out; vocabularies of "
+        f"{len(translator.source_vocabulary)} and {len(translator.target_vocabulary)}; "
+        f"{translator.model.num_parameters():,} parameters",
         flush=True,
     )
     tokens = [i for pair in ids for side in pair for i in side]
     unknown = tokens.count(Vocabulary.unk_id) / max(len(tokens), 1)
     if unknown > 0.0:
         print(f"{100 * unknown:.1f} % of the words are too rare (--min-count) and become <unk>")
-
-    rng = np.random.default_rng(run.seed)
-    optimizer = SGD(model.parameters(), run.lr, run.momentum, run.weight_decay)
-    progress = Progress(run.steps)
-    train(
-        model,
-        CrossEntropy(ignore_index=Vocabulary.pad_id, label_smoothing=run.label_smoothing),
-        optimizer,
-        lambda: _batches(ids, run.batch_size, rng),
-        run.steps,
-        schedule=cosine_schedule(run.lr, run.steps, min(run.warmup, run.steps)),
-        max_norm=run.max_norm,
-        rng=rng,
-        validate=(lambda: _loss(model, held_out_ids)) if held_out_ids else None,
-        validate_every=run.validate_every,
-        progress=progress,
+    run = Run(
+        translator,
+        out,
+        o,
+        SGD(translator.model.parameters(), o["lr"], o["momentum"], o["weight_decay"]),
+        lambda rng: _batches(ids, o["batch_size"], rng),
+        "\n".join(f"{source}\t{target}" for source, target in pairs),
+        checkpoint,
     )
-    return translator, progress, held_out_ids
+    return run, held_out_ids
+
+
+def _learn_pairs(run: Run, held_out_ids: Sequence[PairOfIds]) -> None:
+    o, model = run.options, run.product.model
+    _say_resumed(run)
+    run.train(
+        CrossEntropy(ignore_index=Vocabulary.pad_id, label_smoothing=o["label_smoothing"]),
+        cosine_schedule(o["lr"], o["steps"], min(o["warmup"], o["steps"])),
+        (lambda: _loss(model, held_out_ids)) if held_out_ids else None,
+    )
+
+
+def _say_resumed(run: Run) -> None:
+    if run.optimizer.steps:
+        print(f"going on after update {run.optimizer.steps} of {run.options['steps']}", flush=True)
 
 
 def _batches(pairs: Sequence[PairOfIds], size: int, rng: np.random.Generator | None) -> Any:
@@ -287,36 +390,19 @@ def _demo(args: argparse.Namespace) -> int:
     check_writable(args.out)
     train_pairs, held_out = phrase_book.split()
     print("English to Chinese, trained by a backward pass that is written by hand.")
-    run = Run(
-        steps=args.steps,
-        batch_size=32,
-        lr=0.1,
-        warmup=100,
-        momentum=0.9,
-        weight_decay=0.0,
-        max_norm=1.0,
-        label_smoothing=0.0,
-        validate_every=100,
-        min_count=1,
-        seed=args.seed,
-    )
-    translator, progress, _ = _fit(
-        train_pairs,
-        held_out,
-        run,
-        d_model=64,
-        num_heads=4,
-        num_encoder_layers=1,
-        num_decoder_layers=1,
-        max_len=32,
-    )
-    translator.save(args.out)
+    options = {name: default for name, _, default, _ in TRAIN_OPTIONS}
+    options |= {"d_model": 64, "num_layers": 1, "dropout": 0.0, "max_len": 31, "min_count": 1}
+    options |= {"batch_size": 32, "lr": 0.1, "warmup": 100, "validate_every": 100}
+    options |= {"steps": args.steps, "seed": args.seed}
+    run, held_out_ids = _fit(args.out, train_pairs, held_out, options)
+    _learn_pairs(run, held_out_ids)
+    translator, progress = cast(Translator, run.product), run.progress
     print(f"loss {progress.loss:.4f}, on held-out phrases {progress.validation_loss:.4f}")
 
     some = held_out[:: max(1, len(held_out) // 5)][:5]
     report = _show(translator, [*some, ("I love you", "我 爱 你")])
     print(f"\nheld-out exact match: {100 * translator.exact_match(held_out):.1f} %")
-    _conclude(report, args.out)
+    _conclude(report, args.out, f'translate {args.out} "I love you"')
     return 0 if report.ok else 1
 
 
@@ -344,58 +430,126 @@ def _show(translator: Translator, pairs: Sequence[tuple[str, str]]) -> Gradcheck
 
 
 def _train(args: argparse.Namespace) -> int:
-    check_writable(args.out)
+    o, checkpoint = _begin(args, TRAIN_OPTIONS)
     pairs = read_pairs(args.pairs)
     fitting = [
         (source, target)
         for source, target in pairs
-        if max(len(tokenize(source)), len(tokenize(target))) <= args.max_len
+        if max(len(tokenize(source)), len(tokenize(target))) <= o["max_len"]
     ]
     if len(fitting) < len(pairs):
-        print(f"{len(pairs) - len(fitting)} pairs are longer than {args.max_len} tokens: left out")
-    train_pairs, held_out = split_pairs(fitting, args.held_out, args.seed)
+        print(f"{len(pairs) - len(fitting)} pairs are longer than {o['max_len']} tokens: left out")
+    train_pairs, held_out = split_pairs(fitting, o["held_out"], o["seed"])
     if not train_pairs:
         raise ValueError(f"{args.pairs}: no pair is left to train on")
-    run = Run(**{name: getattr(args, name) for name in Run._fields})
-    translator, progress, held_out_ids = _fit(
-        train_pairs,
-        held_out,
-        run,
-        d_model=args.d_model,
-        num_heads=args.num_heads,
-        num_encoder_layers=args.num_layers,
-        num_decoder_layers=args.num_layers,
-        d_ff=args.d_ff,
-        dropout=args.dropout,
-        max_len=args.max_len + 1,  # and EOS
-    )
-    translator.save(args.out)
-    print(f"{progress.tokens_per_second():,.0f} target tokens/s", file=sys.stderr)
+    run, held_out_ids = _fit(args.out, train_pairs, held_out, o, checkpoint)
+    _learn_pairs(run, held_out_ids)
+    translator = cast(Translator, run.product)
+    print(f"{run.progress.tokens_per_second():,.0f} target tokens/s", file=sys.stderr)
     report = _show(translator, (held_out or train_pairs)[:5])
-    print(f"\ntraining loss {progress.loss:.4f}")
+    print(f"\ntraining loss {run.progress.loss:.4f}")
     if held_out_ids:
         print(f"validation loss {_loss(translator.model, held_out_ids):.4f}")
         print(f"  of word frequencies alone {_unigram_loss(translator, train_pairs, held_out):.4f}")
         print(f"  with the source hidden    {_loss(_blind(translator.model), held_out_ids):.4f}")
         print(f"held-out exact match: {100 * translator.exact_match(held_out[:500]):.1f} %"
               + (" (of the first 500)" if len(held_out) > 500 else ""))
-    _conclude(report, args.out)
+    _conclude(report, args.out, f'translate {args.out} "I love you"')
     return 0 if report.ok else 1
 
 
-def _conclude(report: GradcheckReport, out: str) -> None:
+def _begin(
+    args: argparse.Namespace, table: Sequence[Option]
+) -> tuple[dict[str, Any], Checkpoint | None]:
+    """The options of the run, and the checkpoint to go on with if there is --resume."""
+    check_writable(args.out)
+    given = {name: getattr(args, name) for name, *_ in table if hasattr(args, name)}
+    if not args.resume:
+        return {**{name: default for name, _, default, _ in table}, **given}, None
+    checkpoint = load_checkpoint(args.out)
+    return resumed_options(args.out, checkpoint, given), checkpoint
+
+
+def _train_lm(args: argparse.Namespace) -> int:
+    o, checkpoint = _begin(args, TRAIN_LM_OPTIONS)
+    text = read_text(args.text)
+    cut = round((1.0 - o["held_out"]) * len(text))
+    if checkpoint is None:
+        characters = Characters.build(text)
+        config = LanguageModelConfig(
+            len(characters),
+            d_model=o["d_model"],
+            num_heads=o["num_heads"],
+            num_layers=o["num_layers"],
+            d_ff=o["d_ff"],
+            norm_bias=False,
+            feed_forward_bias=False,
+            output_bias=False,
+            activation="gelu",
+            dropout=o["dropout"],
+            max_len=o["context"],
+            positions="learned",
+            scale_embeddings=False,
+            tie_embeddings="target_output",
+        )
+        product = CharacterModel(LanguageModel(config, o["seed"]), characters)
+    else:
+        product = CharacterModel.from_checkpoint(args.out, checkpoint)
+    model, ids = product.model, product.characters.encode(text)
+    train_ids, held_out = ids[:cut], ids[cut:]
+    print(
+        f"{len(train_ids):,} characters to train on, {len(held_out):,} held out, "
+        f"{len(product.characters)} different; {model.num_parameters():,} parameters",
+        flush=True,
+    )
+    run = Run(
+        product,
+        args.out,
+        o,
+        AdamW(
+            decay_groups(model.parameters(), o["weight_decay"]), o["lr"], (o["beta1"], o["beta2"])
+        ),
+        lambda rng: windows(train_ids, o["context"], o["batch_size"], rng),
+        text,
+        checkpoint,
+    )
+
+    def validation_loss() -> float:
+        return evaluate(model, CrossEntropy(), windows(held_out, o["context"], 64, None))
+
+    _say_resumed(run)
+    schedule = cosine_schedule(o["lr"], o["steps"], min(o["warmup"], o["steps"]), o["final_lr"])
+    run.train(CrossEntropy(), schedule, validation_loss if len(held_out) > 1 else None)
+    print(f"{run.progress.tokens_per_second():,.0f} tokens/s", file=sys.stderr)
+
+    some = train_ids[None, : min(o["context"], 16)]
+    report = gradcheck(copy.deepcopy(model).astype(np.float64), some, mode="directional")
+    print(f"\nThe gradients, against central differences in float64:\n\n{report}")
+    print("\nA sample:\n")
+    prompt = "\n" if "\n" in product.characters.characters else text[0]
+    print(prompt.strip() + "".join(product.generate(prompt, max_new_tokens=300, seed=o["seed"])))
+    print(f"\ntraining loss {run.progress.loss:.4f}")
+    if len(held_out) > 1:
+        frequencies = np.bincount(train_ids, minlength=len(product.characters)) + 1.0
+        log_p = np.log(frequencies / frequencies.sum())
+        print(f"validation loss {validation_loss():.4f}")
+        print(f"  of character frequencies alone {-log_p[held_out].mean():.4f}")
+    _conclude(report, args.out, f"generate {args.out}")
+    return 0 if report.ok else 1
+
+
+def _conclude(report: GradcheckReport, out: str, command: str) -> None:
     print(
         f"gradients: {'all right' if report.ok else 'WRONG'}, "
         f"largest relative error {report.max_relative_error:.0e}"
     )
-    print(f'saved: {out}  (try: npdecoder translate {out} "I love you")')
+    print(f"saved: {out}  (try: npdecoder {command})")
 
 
 def _translate(args: argparse.Namespace) -> int:
     translator = Translator.load(args.model)
     if args.text:
-        (output,) = translator.translate([" ".join(args.text)])
-        print(output)
+        print(_translation(translator, " ".join(args.text), args))
         return 0
     if sys.stdin is None:
         raise ValueError("there is no text: give it as an argument or on standard input")
@@ -403,12 +557,39 @@ def _translate(args: argparse.Namespace) -> int:
     for line in sys.stdin:
         text = line.lstrip("\ufeff").strip()  # a byte order mark, if the lines come from a file
         try:
-            print(*translator.translate([text]) if text else [""], flush=True)
+            print(_translation(translator, text, args) if text else "", flush=True)
         except ValueError as error:  # of this line; the next may be well
             print(f"npdecoder: error: {_one_line(error)}", file=sys.stderr)
             print(flush=True)
             code = 2
     return code
+
+
+def _translation(translator: Translator, text: str, args: argparse.Namespace) -> str:
+    if not args.attention:
+        return translator.translate([text], args.beam)[0]
+    alignment = translator.align(text, args.beam)
+    words = [token for token in alignment.target_tokens if token != "<eos>"]
+    names = alignment.target_tokens, alignment.source_tokens
+    return f"{detokenize(words)}\n{console.weight_map(*names, alignment.A)}"
+
+
+def _generate(args: argparse.Namespace) -> int:
+    product = CharacterModel.load(args.model)
+    characters = product.generate(
+        args.prompt,
+        max_new_tokens=args.length,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+    )
+    print(args.prompt, end="", flush=True)
+    for character in characters:
+        print(character, end="", flush=True)
+    print()
+    return 0
 
 
 def _gradcheck(args: argparse.Namespace) -> int:

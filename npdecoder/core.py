@@ -64,6 +64,11 @@ class Parameter:
         _copy_into(self.grad, "grad", new)
 
     @property
+    def has_grad(self) -> bool:
+        """Whether grad holds anything but zeros; does not allocate it."""
+        return self._grad is not None and bool(self._grad.any())
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self._value.shape
 

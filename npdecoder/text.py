@@ -1,9 +1,12 @@
-"""From text to arrays of token ids and back: tokens, vocabularies, files of pairs, batches.
+"""From text to arrays of token ids and back: tokens, vocabularies, files of text, batches.
 
     pairs = read_pairs("pairs.tsv")
     train, held_out = split_pairs(pairs, held_out_fraction=0.1, seed=0)
     english = Vocabulary.build(tokenize(source) for source, _ in train)
     chinese = Vocabulary.build(tokenize(target) for _, target in train)
+
+    text = read_text("book.txt")                 # for a language model of characters
+    ids = Characters.build(text).encode(text)
 
 Nothing here needs the rest of the package. Ids have dtype np.intp, NumPy's own index type.
 """
@@ -11,6 +14,7 @@ Nothing here needs the rest of the package. Ids have dtype np.intp, NumPy's own 
 from __future__ import annotations
 
 import codecs
+import itertools
 import os
 import re
 import unicodedata
@@ -149,10 +153,67 @@ class Vocabulary:
         return [self.tokens[i] for i in ids if i not in (self.pad_id, self.bos_id)]
 
 
+class Characters:
+    """Characters and their ids 0, 1, 2, ...; there are no special tokens.
+
+    characters: a string, in the order of the ids.
+
+    Errors: ValueError for none, or one that comes twice.
+    """
+
+    def __init__(self, characters: str) -> None:
+        self.characters = "".join(characters)
+        self._ids = {character: i for i, character in enumerate(self.characters)}
+        if not self._ids or len(self._ids) < len(self.characters):
+            raise ValueError("characters must be distinct, and at least one")
+
+    @classmethod
+    def build(cls, text: str) -> Characters:
+        """Those that occur in the text, in the order of their code points."""
+        return cls("".join(sorted(set(text))))
+
+    def __len__(self) -> int:
+        return len(self.characters)
+
+    def encode(self, text: str) -> IntArray:
+        """The ids (T,) of a text of T characters.
+
+        Errors: ValueError that names every character that is not among these.
+        """
+        unknown = sorted(set(text) - self._ids.keys())
+        if unknown:
+            raise ValueError(f"the model does not know the characters {''.join(unknown)!r}")
+        return np.array([self._ids[character] for character in text], np.intp)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of a list or 1-D array of ids.
+
+        Errors: IndexError for an id below 0 or >= len(self).
+        """
+        ids = list(ids)
+        for i in ids:
+            if not 0 <= i < len(self):
+                raise IndexError(f"id {i} is outside the vocabulary of size {len(self)}")
+        return "".join(self.characters[i] for i in ids)
+
+
 def _refuse_text(tokens: Iterable[str]) -> None:
     # A string is an iterable of its letters, so this mistake would otherwise pass in silence.
     if isinstance(tokens, str):
         raise TypeError(f"expected a list of tokens, got the string {tokens!r}: tokenize it first")
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Read a UTF-8 file; a byte order mark is dropped, and CRLF line ends become LF.
+
+    Errors: ValueError, naming the file and the line, for bytes that are not UTF-8.
+    """
+    data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
+    try:
+        return data.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line_number = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}, line {line_number}: not UTF-8 ({error.reason})") from None
 
 
 def read_pairs(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
@@ -164,15 +225,9 @@ def read_pairs(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
     Errors: ValueError, naming the file and the line, for a line without a tab, an empty first or
     second column, or bytes that are not UTF-8; ValueError for a file without any pair.
     """
-    data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line_number = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}, line {line_number}: not UTF-8 ({error.reason})") from None
     pairs = []
     # Not splitlines(): it would also cut at U+2028 and others, which may stand inside a sentence.
-    for line_number, line in enumerate(text.split("\n"), start=1):
+    for line_number, line in enumerate(read_text(path).split("\n"), start=1):
         fields = [field.strip() for field in line.split("\t")]
         if fields == [""]:
             continue
@@ -294,3 +349,40 @@ def batches(
     return (
         make_batch([pairs_of_ids[i] for i in chunk], pad_id, bos_id, eos_id) for chunk in chunks
     )
+
+
+def windows(
+    ids: IntArray, context: int, batch_size: int, rng: np.random.Generator | None
+) -> Iterator[Batch]:
+    """One epoch of a language model: pieces of the text ids (N,), inputs and targets (B, context).
+
+        text 5 3 7 4 6     inputs 5 3 7 4     targets 3 7 4 6
+
+    rng: as many random pieces as cover the text about once, each drawn anew from all places. All
+         numbers are drawn by the call, none during iteration. None: every target of the text once,
+         in its order, in pieces that follow one another; the last one may be shorter.
+
+    Errors: ValueError for a text that has no piece of this length and the target after it, and for
+    context or batch_size below 1.
+    """
+    for name, value in ("context", context), ("batch_size", batch_size):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    places = len(ids) - context
+    if rng is not None:
+        if places < 1:
+            raise ValueError(f"the text has {len(ids)} tokens, expected more than the context of "
+                             f"{context}")
+        shape = max(1, len(ids) // (context * batch_size)), batch_size
+        drawn = rng.integers(0, places, shape)
+        return (_pieces(ids, starts, context) for starts in drawn)
+    whole = np.arange(0, places, context)
+    cut = [whole[start : start + batch_size] for start in range(0, len(whole), batch_size)]
+    end = len(whole) * context
+    rest = [_pieces(ids, np.array([end]), len(ids) - 1 - end)] if end < len(ids) - 1 else []
+    return itertools.chain((_pieces(ids, starts, context) for starts in cut), rest)
+
+
+def _pieces(ids: IntArray, starts: IntArray, length: int) -> Batch:
+    rows = ids[starts[:, None] + np.arange(length + 1)]
+    return Batch((rows[:, :-1],), rows[:, 1:])

@@ -1,18 +1,23 @@
-"""The training loop: batches in, loss down, progress on stderr."""
+"""The training loop: batches in, loss down, progress on stderr; it can stop and go on later."""
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
+import signal
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from npdecoder.core import Array, positive_int
+from npdecoder.core import Array, integer, positive_int
 from npdecoder.layers.cross_entropy import CrossEntropy
 from npdecoder.optim import Optimizer, Schedule, clip_grad_norm
 from npdecoder.text import Batch
@@ -22,7 +27,7 @@ def train_step(
     model: Any,
     criterion: CrossEntropy,
     optimizer: Optimizer,
-    batch: Batch,
+    batch: Batch | Sequence[Batch],
     *,
     max_norm: float | None = None,
     rng: np.random.Generator | None = None,
@@ -30,23 +35,32 @@ def train_step(
     """One update from one batch -> its loss, and how many targets that is the mean of.
 
     model: any Layer from batch.inputs to logits. max_norm: clips the gradient. rng: for dropout.
+    batch: may be a list of batches, which make one update together, as if they were one batch: each
+    has the share of the loss and of the gradient that its targets have of all. Only one of them is
+    in memory at a time.
 
     Errors: FloatingPointError for a loss or a gradient that is not finite; the weights are then as
     before.
     """
+    micro_batches = [batch] if isinstance(batch, Batch) else list(batch)
+    counts = [criterion.count(micro_batch.targets) for micro_batch in micro_batches]
+    total, loss = sum(counts), 0.0
     optimizer.zero_grad()
-    logits, ctx = model.forward(*batch.inputs, rng=rng)
-    loss, loss_ctx = criterion.forward(logits, batch.targets)
-    if not math.isfinite(loss):
-        raise FloatingPointError(f"the loss is {loss}: try a smaller learning rate")
-    model.backward(ctx, criterion.backward(loss_ctx))
+    for micro_batch, count in zip(micro_batches, counts):
+        share = count / max(total, 1)
+        logits, ctx = model.forward(*micro_batch.inputs, rng=rng)
+        micro_loss, loss_ctx = criterion.forward(logits, micro_batch.targets)
+        if not math.isfinite(micro_loss):
+            raise FloatingPointError(f"the loss is {micro_loss}: try a smaller learning rate")
+        model.backward(ctx, criterion.backward(loss_ctx, share))
+        loss += share * float(micro_loss)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of a norm that is not finite: see below
         norm = clip_grad_norm(optimizer.parameters(), math.inf if max_norm is None else max_norm)
     if not math.isfinite(norm):
         raise FloatingPointError(f"the gradient norm is {norm}: try a smaller learning rate")
     optimizer.step()
-    return float(loss), loss_ctx.count
+    return loss, total
 
 
 def evaluate(
@@ -65,76 +79,156 @@ def evaluate(
     return total / max(count, 1)
 
 
+class BatchStream:
+    """Batches without end, one pass over the data after another, from a place that can be saved.
+
+    epoch: epoch(rng) returns the batches of one pass; what it draws is from rng alone, which nobody
+        else uses.
+
+    A place is the generator as it was when the pass began, and how many batches were taken since:
+    to go on from it, the pass is begun again and these are passed over.
+    """
+
+    def __init__(
+        self, epoch: Callable[[np.random.Generator], Iterable[Batch]], rng: np.random.Generator
+    ) -> None:
+        self._epoch = epoch
+        self._begin(rng, 0)
+
+    def _begin(self, rng: np.random.Generator, taken: int) -> None:
+        self._start = copy.deepcopy(rng)
+        self._rng = rng
+        self._batches = islice(self._epoch(rng), taken, None)
+        self._taken = taken
+
+    def __iter__(self) -> BatchStream:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches, None)
+        if batch is None:
+            self._begin(self._rng, 0)
+            batch = next(self._batches, None)
+        if batch is None:
+            raise ValueError("the epoch has no batches: there is nothing to train on")
+        self._taken += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place: rng, a copy of the generator at the beginning of the pass, and taken."""
+        return {"rng": copy.deepcopy(self._start), "taken": self._taken}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the batch that came next when the state was taken.
+
+        Errors: ValueError for a state that lacks anything.
+        """
+        if not isinstance(state, Mapping) or state.keys() != {"rng", "taken"}:
+            raise ValueError(f"the place in the data is {state!r}, expected rng and taken")
+        if not isinstance(state["rng"], np.random.Generator):
+            raise ValueError(f"rng of the place in the data is {state['rng']!r}")
+        self._begin(copy.deepcopy(state["rng"]), integer("taken", state["taken"], 0))
+
+
 def train(
     model: Any,
     criterion: CrossEntropy,
     optimizer: Optimizer,
-    epoch: Callable[[], Iterable[Batch]],
+    batches: Iterator[Batch],
     steps: int,
     *,
     schedule: Schedule | None = None,
     max_norm: float | None = None,
     rng: np.random.Generator | None = None,
+    accumulate: int = 1,
     validate: Callable[[], float] | None = None,
     validate_every: int = 1000,
+    save: Callable[[], None] | None = None,
+    save_every: int = 1000,
     progress: Progress | None = None,
 ) -> list[float]:
-    """Update the model `steps` times; returns the loss of each step.
+    """Update the model until optimizer.steps is `steps`; returns the loss of each update made.
 
-    epoch: called for one pass over the data after another, returns its batches.
+    An optimizer that has made updates before goes on from there: with the same schedule, batches
+    and rng, a training in two parts is bit by bit the training in one.
+
+    batches: for example a BatchStream. accumulate: how many of them make one update.
     schedule: the learning rate of update n = 1, 2, ...; None leaves optimizer.lr alone.
     validate: returns the validation loss; called after every validate_every updates and the last.
+    save: called after every save_every updates and the last, and when Ctrl-C or SIGTERM comes: the
+        update is finished, saved, and the training ends with KeyboardInterrupt or SystemExit(143).
+        A second Ctrl-C ends it at once. None: these signals do what they did before.
     progress: shown on stderr; None: by Progress(steps), which is quiet if that is no terminal.
 
-    Errors: ValueError for an epoch without batches; FloatingPointError for a loss or a gradient
-    that is not finite; the weights are then those before that step.
+    Errors: FloatingPointError for a loss or a gradient that is not finite; the weights are then
+    those before that step.
     """
-    steps = positive_int("steps", steps)
+    steps, accumulate = positive_int("steps", steps), positive_int("accumulate", accumulate)
     validate_every = positive_int("validate_every", validate_every)
-    progress = Progress(steps) if progress is None else progress
+    save_every = positive_int("save_every", save_every)
+    progress = Progress(steps, optimizer.steps) if progress is None else progress
     losses: list[float] = []
-    with progress:
-        for batch in _endless(epoch):
+    with progress, _signals(save is not None) as received:
+        while optimizer.steps < steps:
+            n = optimizer.steps + 1
             if schedule is not None:
-                optimizer.lr = schedule(len(losses) + 1)
+                optimizer.lr = schedule(n)
+            update = [next(batches) for _ in range(accumulate)]
             try:
                 loss, count = train_step(
-                    model, criterion, optimizer, batch, max_norm=max_norm, rng=rng
+                    model, criterion, optimizer, update, max_norm=max_norm, rng=rng
                 )
             except FloatingPointError as error:
-                raise FloatingPointError(f"step {len(losses) + 1}: {error}") from None
+                raise FloatingPointError(f"step {n}: {error}") from None
             losses.append(loss)
             progress.step(loss, count)
-            if validate is not None and (
-                len(losses) % validate_every == 0 or len(losses) == steps
-            ):
+            if save is not None and (received or n % save_every == 0 or n == steps):
+                save()
+            if received:
+                break
+            if validate is not None and (n % validate_every == 0 or n == steps):
                 progress.validation(validate())
-            if len(losses) == steps:
-                return losses
-    raise AssertionError("_endless ended")
+        if received:
+            raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(143)
+    return losses
 
 
-def _endless(epoch: Callable[[], Iterable[Batch]]) -> Iterator[Batch]:
-    while True:
-        batch = None
-        for batch in epoch():
-            yield batch
-        if batch is None:
-            raise ValueError("the epoch has no batches: there is nothing to train on")
+@contextmanager
+def _signals(catch: bool) -> Iterator[list[int]]:
+    """A list that takes up Ctrl-C and SIGTERM while the body runs, in place of their effect."""
+    received: list[int] = []
+
+    def receive(signum: int, frame: Any) -> None:
+        if received and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(signum)
+
+    old: dict[int, Any] = {}
+    if catch and threading.current_thread() is threading.main_thread():  # Python's condition
+        for wanted in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(wanted) is not signal.SIG_IGN:  # as nohup and & leave it
+                old[wanted] = signal.signal(wanted, receive)
+    try:
+        yield received
+    finally:
+        for signum, handler in old.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
 
 class Progress:
     """One line on stderr that is written over: step, loss, tokens/s, time left.
 
-    total: the number of steps to come. Quiet if stderr is not a terminal. The loss shown is a
-    running mean over about 50 steps. As a context manager it ends its line, also after an error.
+    total: the number of steps in all, of which `done` were made before, with this loss. Quiet if
+    stderr is not a terminal. The loss shown is a running mean over about 50 steps. As a context
+    manager it ends its line, also after an error.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, done: int = 0, loss: float = 0.0) -> None:
         self.total = total
-        self.steps = 0
+        self.done = done
+        self.steps = done
         self.tokens = 0
-        self.loss = 0.0
+        self.loss = loss
         self.validation_loss: float | None = None
         self.start = time.monotonic()
         self.shown = -math.inf
@@ -167,7 +261,7 @@ class Progress:
 
     def __str__(self) -> str:
         seconds = time.monotonic() - self.start
-        left = seconds / max(self.steps, 1) * (self.total - self.steps)
+        left = seconds / max(self.steps - self.done, 1) * (self.total - self.steps)
         text = f"step {self.steps}/{self.total}  loss {self.loss:.3f}"
         if self.validation_loss is not None:
             text += f"  validation {self.validation_loss:.3f}"

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from npdecoder.checkpoint import load_weights, save_weights
+from npdecoder.checkpoint import DAMAGE, Checkpoint, load_checkpoint, save_checkpoint
 from npdecoder.core import Array
-from npdecoder.decoding import greedy_decode
-from npdecoder.models import Transformer, TransformerConfig
+from npdecoder.decoding import beam_search, greedy_decode
+from npdecoder.files import PathLike
+from npdecoder.models import Transformer
 from npdecoder.text import PairOfIds, Vocabulary, detokenize, make_batch, pad, tokenize
 
-META = "npdecoder.json"  # the entry of the file that is not a weight: config, vocabularies, version
-VERSION = 1
+KIND = "translator"
 
 
 class Alignment(NamedTuple):
@@ -46,30 +41,38 @@ class Translator:
         self.source_vocabulary = source_vocabulary
         self.target_vocabulary = target_vocabulary
 
-    def translate(self, texts: Sequence[str]) -> list[str]:
-        """Each text's translation by greedy decoding, its tokens separated by spaces.
+    def translate(self, texts: Sequence[str], beam_size: int = 1) -> list[str]:
+        """Each text's translation, its tokens separated by spaces.
+
+        beam_size: 1 is greedy decoding, more is beam search with a length penalty of 1.
 
         Errors: ValueError for a text without tokens or with more than the model has positions for.
         Warns of words that are not in the vocabulary, which are read as <unk>.
         """
         if isinstance(texts, str):
             raise TypeError("texts is a string, expected a list of strings")
-        return [detokenize(tokens) for tokens in self.translate_ids(self._encode(texts))]
+        outputs = self.translate_ids(self._encode(texts), beam_size)
+        return [detokenize(tokens) for tokens in outputs]
 
-    def translate_ids(self, sources: Sequence[Sequence[int]]) -> list[list[str]]:
+    def translate_ids(
+        self, sources: Sequence[Sequence[int]], beam_size: int = 1
+    ) -> list[list[str]]:
         """The target tokens for each source, a list of ids without EOS."""
         vocabulary = self.target_vocabulary
         eos_id = self.source_vocabulary.eos_id
         ids = pad([[*source, eos_id] for source in sources], self.source_vocabulary.pad_id)
-        outputs = greedy_decode(
-            self.model, ids, bos_id=vocabulary.bos_id, eos_id=vocabulary.eos_id
-        )
+        special = {"bos_id": vocabulary.bos_id, "eos_id": vocabulary.eos_id}
+        if beam_size == 1:
+            outputs = greedy_decode(self.model, ids, **special)
+        else:
+            found = beam_search(self.model, ids, beam_size=beam_size, **special)
+            outputs = [hypotheses[0].ids for hypotheses in found]
         return [vocabulary.decode(output) for output in outputs]
 
-    def align(self, text: str) -> Alignment:
+    def align(self, text: str, beam_size: int = 1) -> Alignment:
         """The cross-attention of text and its translation."""
         (source,) = self._encode([text])
-        (target,) = self.translate_ids([source])
+        (target,) = self.translate_ids([source], beam_size)
         batch = self.batch([(source, self.target_vocabulary.encode(target, warn=False))])
         source_ids, target_ids = batch.inputs
         target_ids = target_ids[:, : self.model.config.max_len]  # longer if EOS never came
@@ -108,45 +111,38 @@ class Translator:
                 right += tuple(output) in references[tokens]
         return right / max(len(sources), 1)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write weights, config and vocabularies to one .npz file, as save_weights does."""
-        meta = {
-            "format": "npdecoder translator",
-            "version": VERSION,
-            "config": dataclasses.asdict(self.model.config),
+    def save(self, path: PathLike, **training: Any) -> None:
+        """Write one file, as save_checkpoint does.
+
+        training: its optimizer, rng, step, and `extra`, what else a training needs to go on.
+        """
+        extra = {
+            "kind": KIND,
             "source_tokens": self.source_vocabulary.tokens[4:],
             "target_tokens": self.target_vocabulary.tokens[4:],
+            "training": training.pop("extra", None),
         }
-        text = json.dumps(meta, ensure_ascii=False).encode()
-        save_weights(path, {META: np.frombuffer(text, np.uint8), **self.model.state_dict()})
+        save_checkpoint(path, self.model, extra=extra, **training)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Translator:
+    def load(cls, path: PathLike) -> Translator:
         """Read what save wrote, in the dtype that it was saved in.
 
         Errors: FileNotFoundError; ValueError for a file that is damaged or not of this kind.
         """
-        arrays = load_weights(path)
+        return cls.from_checkpoint(path, load_checkpoint(path))
+
+    @classmethod
+    def from_checkpoint(cls, path: PathLike, checkpoint: Checkpoint) -> Translator:
+        extra = checkpoint.extra
+        if not isinstance(extra, dict) or extra.get("kind") != KIND:
+            raise ValueError(f"{path} is not a {KIND}")
         try:
-            meta = json.loads(arrays.pop(META).tobytes())
-            if meta["format"] != "npdecoder translator" or meta["version"] != VERSION:
-                raise ValueError(f"it is {meta['format']!r}, version {meta['version']}")
-            config = TransformerConfig(**meta["config"])
-            source = Vocabulary(meta["source_tokens"])
-            target = Vocabulary(meta["target_tokens"])
-            dtype = np.result_type(*arrays.values(), np.float32)  # of float16: in float32
-            model = Transformer(config, dtype=dtype)
-            model.load_state_dict(arrays)
-            return cls(model, source, target)
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            RecursionError,  # of JSON in JSON in JSON ...
-            MemoryError,  # of sizes that no file of weights has
-        ) as error:
-            raise ValueError(f"{path} is not a translator saved by npdecoder: {error}") from error
+            source = Vocabulary(extra["source_tokens"])
+            target = Vocabulary(extra["target_tokens"])
+            return cls(checkpoint.model, source, target)
+        except DAMAGE as error:
+            raise ValueError(f"{path} is not a whole {KIND}: {error}") from error
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         longest = self.model.config.max_len - 1  # and EOS

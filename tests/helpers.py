@@ -6,7 +6,15 @@ import numpy as np
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
-from npdecoder import CrossEntropy, Layer, gradcheck
+from npdecoder import (
+    CrossEntropy,
+    LanguageModel,
+    LanguageModelConfig,
+    Layer,
+    Transformer,
+    TransformerConfig,
+    gradcheck,
+)
 from npdecoder.layers.dropout import DropoutContext
 
 PRIMES = (2, 3, 5, 7, 11, 13)
@@ -328,3 +336,93 @@ def dropout_places(ctx):
         for path, value in walk(ctx)
         if isinstance(value, DropoutContext) and value.keep is not None
     }
+
+
+# Decoding. Both models have 7 ids to say, and read at most 9.
+
+PAD, BOS, EOS = 0, 1, 2
+KINDS = ("transformer", "language model")
+
+
+def decoding_model(kind, seed, **options):
+    """Float64, with weights so large that texts depend on what is read and some reach EOS."""
+    options = {"d_model": 12, "num_heads": 3, "pad_id": PAD, "max_len": 9, **options}
+    if kind == "transformer":
+        sizes = {"num_encoder_layers": 1, "num_decoder_layers": 2}
+        config = TransformerConfig(11, 7, **{**sizes, **options})
+        model = Transformer(config, rng=seed, dtype=np.float64)
+    else:
+        config = LanguageModelConfig(7, **{"num_layers": 2, **options})
+        model = LanguageModel(config, rng=seed, dtype=np.float64)
+    rng = np.random.default_rng(seed)
+    for name, parameter in model.named_parameters():
+        small = name.endswith(("beta", "output.b"))
+        scale = 0.1 if small else 4.0 if "cross_attention" in name else 1.0
+        parameter.value = scale * rng.standard_normal(parameter.shape)
+    return model
+
+
+def decoding_items(kind, seed, count=8, longest=9):
+    """Sources or prompts of unequal lengths, without padding."""
+    rng = np.random.default_rng(seed)
+    size = 11 if kind == "transformer" else 7
+    return [rng.integers(1, size, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
+
+
+def ends(model):
+    """The special ids that a decoding function takes for this model."""
+    return {"eos_id": EOS} | ({"bos_id": BOS} if isinstance(model, Transformer) else {})
+
+
+def batch_of(rows, left=False, extra=0):
+    """ids (B, S): the rows filled up with padding on one side, and with extra columns of it."""
+    width = max(map(len, rows)) + extra
+    pads = [[PAD] * (width - len(row)) for row in rows]
+    return np.array([pad + row if left else row + pad for row, pad in zip(rows, pads)])
+
+
+def logits_after(model, item, text):
+    """(V,): what a full forward over one item alone, unpadded, says comes after text."""
+    if isinstance(model, Transformer):
+        return model(np.array([item], np.intp), np.array([[BOS, *text]]))[0, -1]
+    return model(np.array([[*item, *text]]))[0, -1]
+
+
+def room(model, item):
+    """The most tokens the model can generate for this item: it never reads the last one."""
+    read = 1 if isinstance(model, Transformer) else len(item)
+    return model.config.max_len + 1 - read
+
+
+class Lookup(Layer):
+    """Logits from tables: after[last token] + at[its position], of a stack that passes both on."""
+
+    def __init__(self, after, at):
+        self.after, self.at = after, at
+
+    def forward(self, x):
+        token, position = np.split(x, [len(self.after)], axis=-1)
+        return self.after[token.argmax(axis=-1)] + self.at[position.argmax(axis=-1)], None
+
+
+def table_model(kind, after, at):
+    """A model whose logits are after[last token] + at[position]: (V, V) and (max_len, V).
+
+    Embedding and positions are one-hot side by side, and every sublayer adds exactly zero.
+    """
+    V, max_len = len(after), len(at)
+    options = {"d_model": V + max_len, "num_heads": 1, "max_len": max_len, "final_norm": False,
+               "positions": "learned", "scale_embeddings": False}  # fmt: skip
+    if kind == "transformer":
+        sizes = {"num_encoder_layers": 1, "num_decoder_layers": 1}
+        model = Transformer(TransformerConfig(V, V, **sizes, **options), dtype=np.float64)
+        embedding, positions = model.target_embedding, model.target_positions
+    else:
+        model = LanguageModel(LanguageModelConfig(V, num_layers=1, **options), dtype=np.float64)
+        embedding, positions = model.embedding, model.positions
+    for parameter in model.parameters():
+        parameter.value = np.zeros(parameter.shape)
+    embedding.W.value = np.eye(V, V + max_len)
+    positions.P.value = np.eye(max_len, V + max_len, k=V)
+    model.output = Lookup(np.asarray(after, float), np.asarray(at, float))
+    return model

@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers import (
+    BOS,
+    EOS,
+    KINDS,
+    PAD,
+    batch_of,
+    decoding_items,
+    decoding_model,
+    ends,
+    logits_after,
+    room,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npdecoder import Transformer, TransformerConfig
+from npdecoder import LanguageModel, LanguageModelConfig, Transformer
 from npdecoder.decoding import greedy_decode
 
-PAD, BOS, EOS = 0, 1, 2
 V = 7
 MAX_LEN = 9
 
-
-def random_model(seed: int, **options: Any) -> Transformer:
-    """Float64, with weights so large that sequences depend on the source and some reach EOS."""
-    sizes = {"d_model": 12, "num_heads": 3, "num_encoder_layers": 1, "num_decoder_layers": 2}
-    config = TransformerConfig(11, V, **{**sizes, "pad_id": PAD, "max_len": MAX_LEN, **options})
-    model = Transformer(config, rng=seed, dtype=np.float64)
-    rng = np.random.default_rng(seed)
-    for name, parameter in model.named_parameters():
-        small = name.endswith(("beta", "output.b"))
-        scale = 0.1 if small else 4.0 if "cross_attention" in name else 1.0
-        parameter.value = scale * rng.standard_normal(parameter.shape)
-    return model
-
-
-def sources(seed: int, count: int = 8) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(1, 11, rng.integers(1, MAX_LEN + 1)).tolist() for _ in range(count)]
-
-
-def padded(rows: list[list[int]], left: bool = False, extra: int = 0) -> np.ndarray:
-    width = max(map(len, rows)) + extra
-    pads = [[PAD] * (width - len(row)) for row in rows]
-    return np.array([pad + row if left else row + pad for row, pad in zip(rows, pads)])
+random_model = partial(decoding_model, "transformer")
+sources = partial(decoding_items, "transformer")
+padded = batch_of
 
 
 def decode(model: Transformer, source_ids: Any, **options: Any) -> list[list[int]]:
@@ -47,13 +40,10 @@ def decode(model: Transformer, source_ids: Any, **options: Any) -> list[list[int
 
 def brute_force(model: Transformer, source: list[int], limit: int = MAX_LEN) -> list[int]:
     """One source, and the whole model anew for each token."""
-    ids = [BOS]
-    while len(ids) <= limit:
-        best = int(np.argmax(model(np.array([source], np.intp), np.array([ids]))[0, len(ids) - 1]))
-        if best == EOS:
-            break
-        ids.append(best)
-    return ids[1:]
+    text: list[int] = []
+    while len(text) < limit and (best := int(logits_after(model, source, text).argmax())) != EOS:
+        text.append(best)
+    return text
 
 
 def always(token: int | list[int], **options: Any) -> Transformer:
@@ -270,3 +260,190 @@ def test_work(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_float32_model_decodes_like_the_loop() -> None:
     model, rows = random_model(6).astype(np.float32), sources(6)
     assert decode(model, padded(rows)) == [brute_force(model, row) for row in rows]
+
+
+# A LanguageModel continues its prompts
+
+random_language_model = partial(decoding_model, "language model")
+prompts = partial(decoding_items, "language model")
+
+
+def loop(model: LanguageModel, prompt: list[int], eos_id: int | None = EOS) -> list[int]:
+    """One prompt without padding, and the whole model anew for each token."""
+    text: list[int] = []
+    while len(text) < room(model, prompt):
+        best = int(logits_after(model, prompt, text).argmax())
+        if best == eos_id:
+            break
+        text.append(best)
+    return text
+
+
+@given(seed=st.integers(0, 2**32 - 1), options=st.sampled_from(OPTIONS), left=st.booleans())
+def test_a_continued_prompt_equals_the_loop(
+    seed: int, options: dict[str, Any], left: bool
+) -> None:
+    options = {name: x for name, x in options.items() if name != "cross_attention"}
+    model, rows = random_language_model(seed, **options), prompts(seed)
+    outputs = greedy_decode(model, padded(rows, left), eos_id=EOS)
+    assert outputs == [loop(model, row) for row in rows]
+
+
+def test_the_language_models_of_these_tests_say_different_things() -> None:
+    different, tokens, ended = [], set(), []
+    for seed in range(20):
+        model, rows = random_language_model(seed), prompts(seed)
+        outputs = greedy_decode(model, padded(rows), eos_id=EOS)
+        different.append(len({tuple(output) for output in outputs}))
+        tokens.update(*outputs)
+        ended += [len(output) < room(model, row) for row, output in zip(rows, outputs)]
+    assert max(different) > 5
+    assert tokens == set(range(V)) - {EOS}
+    assert 20 < sum(ended) < len(ended) - 20  # by EOS, or by the length of the model
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+@pytest.mark.parametrize("seed", range(3))
+def test_padding_a_prompt_on_either_side_changes_nothing(seed: int, positions: str) -> None:
+    """As in the prompts 5 7 9 and 5 7 9 4 2 in one batch, on either side: a padding of 1e3 in the
+    embedding would show, a position that counted pads too."""
+    model, rows = random_language_model(seed, positions=positions), prompts(seed)
+    decode_ids = partial(greedy_decode, model, eos_id=EOS)
+    for other in (1e3, -1e6, 0.0):
+        model.embedding.W.value[PAD] = other
+        expected = [loop(model, row) for row in rows]
+        for left in (False, True):
+            for extra in (0, 4):
+                assert decode_ids(padded(rows, left, extra)) == expected
+        sides = [[PAD] * i + row + [PAD] * (10 - i) for i, row in enumerate(rows)]
+        assert decode_ids(padded(sides)) == expected
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prompts_in_any_batch_and_order(seed: int) -> None:
+    model, rows = random_language_model(seed), prompts(seed)
+    decode_ids = partial(greedy_decode, model, eos_id=EOS)
+    together = decode_ids(padded(rows))
+    assert together == [decode_ids([row])[0] for row in rows]
+    order = np.random.default_rng(seed).permutation(len(rows))
+    assert decode_ids(padded([rows[i] for i in order])) == [together[i] for i in order]
+    assert decode_ids(padded(rows[:3] * 2)) == together[:3] * 2
+
+
+@pytest.mark.parametrize("limit", [None, 1, 3, MAX_LEN, 10**9])
+@pytest.mark.parametrize("left", [False, True])
+def test_each_prompt_has_its_own_limit(limit: int | None, left: bool) -> None:
+    """The model reads MAX_LEN tokens; the last token that it generates it need not read."""
+    model = random_language_model(0)
+    rows = [[3] * n for n in (1, MAX_LEN - 2, MAX_LEN - 1, MAX_LEN)]
+    outputs = greedy_decode(model, padded(rows, left), max_new_tokens=limit)
+    most = MAX_LEN if limit is None else min(limit, MAX_LEN)
+    assert [len(output) for output in outputs] == [min(n, most) for n in (MAX_LEN, 3, 2, 1)]
+    assert outputs == [loop(model, row, eos_id=None)[:most] for row in rows]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_eos_no_id_ends_a_text(kind: str) -> None:
+    model, rows = decoding_model(kind, 9), decoding_items(kind, 9)
+    whole = greedy_decode(model, padded(rows), **{**ends(model), "eos_id": None})
+    assert [len(output) for output in whole] == [room(model, row) for row in rows]
+    assert any(EOS in output for output in whole)
+    assert greedy_decode(model, padded(rows), **ends(model)) == [
+        output[: output.index(EOS)] if EOS in output else output for output in whole
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", ">i4", "uint64", "int64"])
+def test_prompts_of_any_integers(dtype: str) -> None:
+    model, ids = random_language_model(4), padded(prompts(4))
+    expected = greedy_decode(model, ids, eos_id=EOS)
+    ids = np.repeat(ids.astype(dtype), 2, axis=1)[:, ::2]
+    ids.flags.writeable = False
+    assert greedy_decode(model, ids, eos_id=EOS) == expected
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (0, 1), (0, 0)])
+def test_no_prompts(shape: tuple[int, int]) -> None:
+    assert greedy_decode(random_language_model(0), np.zeros(shape, np.int64)) == []
+
+
+def test_a_model_without_padding() -> None:
+    """Then 0 is an id like the others."""
+    model = random_language_model(1, pad_id=None)
+    rows = [[0, 3, 0, 5], [0, 0, 4, 0], [6, 1, 3, 4]]
+    assert greedy_decode(model, rows, eos_id=EOS) == [loop(model, row) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        ([[3, 4], [PAD, PAD]], ValueError, "prompt 1 is empty.*BOS"),
+        (np.zeros((2, 0), int), ValueError, "prompt 0 is empty.*BOS"),
+        ([3, 4], ValueError, r"ids has shape \(2,\)"),
+        ([[[3]]], ValueError, "ids has shape"),
+        ([[3], [4, 5]], ValueError, "ids is no rectangular array"),
+        ([[3, V]], IndexError, r"ids\[0, 1\] is 7"),
+        ([[3, -1]], IndexError, r"ids\[0, 1\] is -1"),
+        ([[3.0]], TypeError, "ids has dtype float64"),
+        ([[True]], TypeError, "ids has dtype bool"),
+        ([["3"]], TypeError, "ids has dtype"),
+        (np.zeros((0, 0)), TypeError, "ids has dtype float64"),
+        ([[3] * (MAX_LEN + 1)], ValueError, "ids has 10 positions, more than max_len 9"),
+    ],
+)
+def test_bad_prompts(ids: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        greedy_decode(random_language_model(0), ids, eos_id=EOS)
+
+
+BAD_SPECIAL_IDS = [(-1, IndexError), (V, IndexError), (2.0, TypeError), (True, TypeError),
+                   ("2", TypeError), ([2], (TypeError, ValueError)),
+                   ([1, 2], (TypeError, ValueError))]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["bos_id", "eos_id"])
+@pytest.mark.parametrize(("value", "error"), BAD_SPECIAL_IDS)
+def test_a_special_id_is_one_id_of_the_vocabulary(name: str, value: Any, error: Any) -> None:
+    """A list would never be equal to a token, and its text would never end."""
+    with pytest.raises(error, match=name):
+        greedy_decode(random_model(0), [[3]], **{"bos_id": BOS, "eos_id": EOS, name: value})
+    if name == "eos_id":
+        with pytest.raises(error, match=name):
+            greedy_decode(random_language_model(0), [[3]], eos_id=value)
+
+
+def test_bos_belongs_to_the_call_of_a_transformer_and_to_the_prompt_of_a_language_model() -> None:
+    with pytest.raises(ValueError, match="bos_id is None"):
+        greedy_decode(random_model(0), [[3]], eos_id=EOS)
+    with pytest.raises(ValueError, match=r"bos_id was given.*put BOS before"):
+        greedy_decode(random_language_model(0), [[3]], bos_id=BOS, eos_id=EOS)
+
+
+@pytest.mark.parametrize("eos_id", [None, EOS])
+def test_something_that_is_no_model(eos_id: int | None) -> None:
+    with pytest.raises(TypeError, match="model is a Decoder"):
+        greedy_decode(random_model(0).decoder, [[3]], bos_id=BOS, eos_id=eos_id)  # type: ignore
+
+
+def test_nan_names_the_prompt() -> None:
+    model = random_language_model(0)
+    model.embedding.W.value[6] = np.nan
+    rows = [[3], [4, 5], [6, 3]]
+    with pytest.raises(ValueError, match="item 2 are NaN"):
+        greedy_decode(model, padded(rows))
+
+
+def test_one_token_after_a_long_prompt_needs_one_row_of_logits() -> None:
+    """512 tokens and 50257 words: 103 MB of logits if all were computed."""
+    T, words = 512, 50257
+    config = LanguageModelConfig(words, d_model=4, num_heads=2, num_layers=1, max_len=T)
+    model = LanguageModel(config, 0)
+    ids = np.random.default_rng(0).integers(0, words, (1, T))
+    tracemalloc.start()
+    try:
+        (output,) = greedy_decode(model, ids, max_new_tokens=1)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert output == [int(model(ids)[0, -1].argmax())]
+    assert peak < T * words * 4 / 8

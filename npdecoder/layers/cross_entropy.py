@@ -58,6 +58,13 @@ class CrossEntropy(Layer):
         loss = -mixed[counted].sum(dtype=wide) / max(count, 1)
         return loss + 0.0, CrossEntropyContext(log_p, targets, counted, count)
 
+    def count(self, targets: ArrayLike) -> int:
+        """How many of the targets the loss is the mean of: all but those of ignore_index."""
+        array = np.asarray(targets)
+        if self.ignore_index is None:
+            return array.size
+        return int(np.count_nonzero(array != self.ignore_index))
+
     def backward(self, ctx: CrossEntropyContext, dloss: float = 1.0) -> Array:
         """dloss, a number -> dlogits (..., V); integer targets have no gradient.
 

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npdecoder import checkpoint
-from npdecoder.checkpoint import check_writable, load_weights, save_weights
+from npdecoder import files
+from npdecoder.files import check_writable, load_weights, save_weights
 
 OLD: dict[str, Any] = {
     "W": np.arange(6.0).reshape(2, 3),
@@ -243,14 +243,14 @@ def test_a_crash_while_writing(
     old: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, share: float
 ) -> None:
     size = sum(array.nbytes for array in NEW.values()) + 400  # headers and the index besides
-    whole = checkpoint._replacing
+    whole = files._replacing
 
     @contextlib.contextmanager
     def breaking(path: Any) -> Iterator[Any]:
         with whole(path) as file:
             yield Breaking(file, int(share * size), error)
 
-    monkeypatch.setattr(checkpoint, "_replacing", breaking)
+    monkeypatch.setattr(files, "_replacing", breaking)
     with pytest.raises(type(error)):
         save_weights(old, NEW)
     assert_untouched(old)
@@ -535,7 +535,7 @@ def test_an_existing_file_keeps_its_mode(old: Path) -> None:
 
 
 def test_the_package_unpickles_and_evaluates_nothing() -> None:
-    folder = Path(checkpoint.__file__).parent
+    folder = Path(files.__file__).parent
     for file in folder.rglob("*.py"):
         text = file.read_text("utf-8")
         for word in ("import pickle", "allow_pickle=True", "eval(", "exec(", "__import__"):

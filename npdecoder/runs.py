@@ -1,0 +1,114 @@
+"""What the command line trains: a run that is saved to one file, can be stopped, and goes on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from npdecoder.character_model import CharacterModel
+from npdecoder.checkpoint import DAMAGE, Checkpoint
+from npdecoder.layers import CrossEntropy
+from npdecoder.optim import Optimizer, Schedule
+from npdecoder.text import Batch
+from npdecoder.training import BatchStream, Progress, train
+from npdecoder.translator import Translator
+
+FREE = ("steps", "validate_every", "save_every")  # options that may change in a resumed run
+
+
+class Run:
+    """product: what is trained and saved, with its model; out: the file; options: of the run.
+
+    epoch: of a BatchStream. data: the text that the run learns from, of which a fingerprint is
+    kept. checkpoint: None to begin, or that of a run to go on with, whose optimizer and generators
+    are taken over.
+    """
+
+    def __init__(
+        self,
+        product: Translator | CharacterModel,
+        out: str,
+        options: Mapping[str, Any],
+        optimizer: Optimizer,
+        epoch: Callable[[np.random.Generator], Iterable[Batch]],
+        data: str,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        self.product, self.out, self.options = product, out, dict(options)
+        self.optimizer = optimizer
+        self.data = hashlib.sha256(data.encode("utf-8", "surrogatepass")).hexdigest()
+        self.rng = np.random.default_rng((options["seed"], 1))  # of dropout
+        self.batches = BatchStream(epoch, np.random.default_rng((options["seed"], 2)))
+        loss = 0.0
+        if checkpoint is not None:
+            loss = self._resume(checkpoint)
+        self.progress = Progress(self.options["steps"], self.optimizer.steps, loss)
+
+    def _resume(self, checkpoint: Checkpoint) -> float:
+        try:
+            training = checkpoint.extra["training"]
+            if training["data"] != self.data:
+                raise ValueError("the text is not the one that it began with")
+            if checkpoint.optimizer is None or checkpoint.rng is None:
+                raise ValueError("it has no optimizer or no generator")
+            self.batches.load_state_dict(training["batches"])
+            self.optimizer, self.rng = checkpoint.optimizer, checkpoint.rng
+            return float(training["loss"])
+        except DAMAGE as error:
+            raise ValueError(f"{self.out} cannot be resumed: {error}") from error
+
+    def save(self) -> None:
+        self.optimizer.zero_grad()  # of a finished update: nothing to store
+        self.product.save(
+            self.out,
+            optimizer=self.optimizer,
+            rng=self.rng,
+            step=self.optimizer.steps,
+            extra={
+                "options": self.options,
+                "data": self.data,
+                "batches": self.batches.state_dict(),
+                "loss": self.progress.loss,
+            },
+        )
+
+    def train(
+        self, criterion: CrossEntropy, schedule: Schedule, validate: Callable[[], float] | None
+    ) -> None:
+        o = self.options
+        train(
+            self.product.model,
+            criterion,
+            self.optimizer,
+            self.batches,
+            o["steps"],
+            schedule=schedule,
+            max_norm=o["max_norm"],
+            rng=self.rng,
+            accumulate=o["accumulate"],
+            validate=validate,
+            validate_every=o["validate_every"],
+            save=self.save,
+            save_every=o["save_every"],
+            progress=self.progress,
+        )
+
+
+def resumed_options(path: str, checkpoint: Checkpoint, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that the run began with; those of FREE may be given anew.
+
+    Errors: ValueError for any other option that is given and differs, and for a file that no
+    training wrote.
+    """
+    try:
+        options = dict(checkpoint.extra["training"]["options"])
+    except DAMAGE:
+        raise ValueError(f"{path} holds no training that could be resumed") from None
+    for name, value in given.items():
+        if name not in FREE and value != options.get(name):
+            raise ValueError(f"--{name.replace('_', '-')} is {value}, but the run in {path} began "
+                             f"with {options.get(name)}: leave it out")
+    return {**options, **given}
