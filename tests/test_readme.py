@@ -1,8 +1,10 @@
 """The README's programs do what it says; its set-up commands are those that the gate runs."""
 
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -11,18 +13,20 @@ PROGRAMS = [b for b in re.findall(r"```python\n(.*?)```", README, re.S) if b.sta
 
 
 def output(program):
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        capture_output=True,
-        cwd=ROOT,
-        check=True,
-        encoding="utf-8",
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        run = subprocess.run(
+            [sys.executable, "-W", "error", "-c", program],
+            capture_output=True,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=True,
+            encoding="utf-8",
+        )
     return run.stdout
 
 
 def test_the_readme_has_the_programs_that_are_tested_here():
-    assert len(PROGRAMS) == 3
+    assert len(PROGRAMS) == 5
 
 
 def test_the_wrong_layer_fails_as_printed_and_the_mended_one_passes():
@@ -43,6 +47,21 @@ def test_numbers_in_and_numbers_out():
     rows = output(PROGRAMS[1]).splitlines()
     assert rows[:2] == ["[[-1.069  -0.2673  1.3363]]", "[[0.8018]]"]
     assert len(rows) == 5
+
+
+def test_three_ways_to_decode_and_a_state_that_equals_a_full_forward_pass():
+    program = PROGRAMS[3] + (
+        "ids = np.concatenate([prompts, [[4], [6]]], axis=1)\n"
+        "np.testing.assert_allclose(logits, model(ids)[:, -1], atol=1e-5)\n"
+    )
+    greedy, drawn, beams = output(program).splitlines()
+    assert greedy.count("[") == drawn.count("[") == 3
+    assert beams.count("Hypothesis") == 2
+
+
+def test_a_checkpoint_gives_back_what_it_was_given():
+    program = PROGRAMS[4] + "print(type(optimizer).__name__, step, extra)\n"
+    assert output(program) == "AdamW 100 {'words': ['I', 'love', 'you']}\n"
 
 
 def test_the_set_up_section_has_the_two_commands():
