@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import npdecoder
 from npdecoder import (
     SGD,
     CrossEntropy,
@@ -51,7 +52,7 @@ SOURCE, DECODER_INPUT, TARGETS = [[2, 5, 3]], [[1, 7, 4]], [[7, 4, 6]]
 SOURCE_WORDS = {2: "I", 5: "love", 3: "you"}
 TARGET_WORDS = {1: "<s>", 7: "我", 4: "爱", 6: "你"}
 BOS, UNUSED = 1, 0  # the article has no end token: 0 stands for one, and no target is 0
-DEFAULT_WEIGHTS = Path(__file__).with_name("worked_example_weights.json")
+DEFAULT_WEIGHTS = Path(npdecoder.__file__).with_name("worked_example.json")
 PAGE = 100  # columns
 
 # What the article prints for the positions 0, 1, 2, and for embedding + position

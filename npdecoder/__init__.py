@@ -53,6 +53,7 @@ from npdecoder.optim import (
     linear_schedule,
     noam_schedule,
 )
+from npdecoder.trace import Trace
 
 __version__ = "0.1.0"
 
@@ -95,6 +96,7 @@ __all__ = [  # noqa: RUF022  (grouped as the README explains them)
     "LanguageModel",
     # proof
     "gradcheck",
+    "Trace",
     # training
     "SGD",
     "Adam",

@@ -22,6 +22,7 @@ from npdecoder.gradcheck_all import gradcheck_all
 from npdecoder.layers import CrossEntropy
 from npdecoder.models import LanguageModel, LanguageModelConfig, Transformer, TransformerConfig
 from npdecoder.optim import SGD, AdamW, cosine_schedule, decay_groups
+from npdecoder.page import write_page
 from npdecoder.runs import Run, resumed_options
 from npdecoder.text import (
     Characters,
@@ -35,6 +36,7 @@ from npdecoder.text import (
     tokenize,
     windows,
 )
+from npdecoder.traced import sentence_pair, translated, worked_example
 from npdecoder.training import evaluate
 from npdecoder.translator import Translator
 
@@ -178,6 +180,24 @@ def _parser() -> argparse.ArgumentParser:
             option, type=kind, default=default, help=text if default is None else _help(text)
         )
     generating.set_defaults(run=_generate)
+
+    tracing = commands.add_parser(
+        "trace",
+        help="see every number of one forward and one backward pass",
+        description="Run one forward and one backward pass and show all that they compute, layer "
+        "by layer: as a table, as one page for a browser (--html), or as arrays (--npz). Without "
+        "sentences it is the worked example (I love you -> 我 爱 你) at a size that fits on paper; "
+        "with two sentences a new model of their words at the same size, or a trained one.",
+        epilog='Example: npdecoder trace "How are you" "你 好 吗" --html page.html',
+    )
+    tracing.add_argument("source", nargs="?", help="the source sentence (with --ids: ids, 2,5,3)")
+    tracing.add_argument("target", nargs="?", help="its translation (with --ids: ids)")
+    tracing.add_argument("--model", metavar="MODEL.npz", help="made by demo or train")
+    tracing.add_argument("--ids", action="store_true", help="ids of the worked example's model")
+    tracing.add_argument("--html", metavar="FILE", help="write the page")
+    tracing.add_argument("--npz", metavar="FILE.npz", help="write the arrays by name")
+    tracing.add_argument("--seed", type=natural_int, default=0, help=_help("of a new model"))
+    tracing.set_defaults(run=_trace)
 
     check = commands.add_parser(
         "gradcheck",
@@ -590,6 +610,40 @@ def _generate(args: argparse.Namespace) -> int:
         print(character, end="", flush=True)
     print()
     return 0
+
+
+def _trace(args: argparse.Namespace) -> int:
+    if (args.source is None) != (args.target is None):
+        raise ValueError("give two sentences, or none")
+    if args.source is None:
+        if args.model or args.ids:
+            raise ValueError("give the two sentences (or ids) that the model shall read")
+        traced = worked_example()
+    elif args.ids:
+        if args.model:
+            raise ValueError("--ids are for the worked example's model: leave one of the two out")
+        traced = worked_example((_id_list(args.source), _id_list(args.target)))
+    elif args.model:
+        traced = translated(Translator.load(args.model), args.source, args.target)
+    else:
+        traced = sentence_pair(args.source, args.target, args.seed)
+    if args.npz:
+        traced.trace.save(args.npz)
+        print(f"saved: {args.npz}")
+    if args.html:
+        write_page(args.html, traced.trace, traced.tokens, f"{traced.title} · npdecoder")
+        print(f"{len(traced.trace)} steps, loss {traced.loss:.4f}")
+        print(f"saved: {args.html}  (open it in a browser)")
+    if not (args.npz or args.html):
+        print(traced.trace)
+    return 0
+
+
+def _id_list(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise ValueError(f"{text!r} is no list of ids: give them as 2,5,3") from None
 
 
 def _gradcheck(args: argparse.Namespace) -> int:

@@ -57,11 +57,11 @@ def save_weights(path: PathLike, mapping: Mapping[str, ArrayLike]) -> None:
     if table:
         members[NAMES] = json_array(list(table))
     if suffix == ".npz":
-        with _replacing(path) as file:
+        with replacing(path) as file:
             _write_npz(file, members)
     else:
         data = _safetensors().save(members, {CHECKSUM: str(_checksum(members))})
-        with _replacing(path) as file:
+        with replacing(path) as file:
             file.write(data)
 
 
@@ -209,7 +209,7 @@ def _suffix(path: PathLike) -> str:
 
 
 @contextmanager
-def _replacing(path: PathLike) -> Iterator[IO[bytes]]:
+def replacing(path: PathLike) -> Iterator[IO[bytes]]:
     """A file to write that takes the place of path when it is complete."""
     # through a link, to the file it names: the link stays one
     path = Path(path).resolve()

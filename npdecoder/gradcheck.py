@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from npdecoder.core import Array, find_parameters, one_of
+from npdecoder.hints import Facts, Tensor, find_hints
 
 ZERO = 1e-9  # below this everywhere, a gradient is taken as zero
 
@@ -41,11 +42,16 @@ class GradcheckReport:
     """What gradcheck found. str(report) is a table of 80 columns.
 
     .ok: whether every tensor agrees; .max_relative_error: the largest; .rows: one a tensor
+    .hints: sentences that say what the failure looks like, the best first (npdecoder/hints.py);
+        none if all is well, and none in directional mode, which has no arrays to look at
     """
 
-    def __init__(self, title: str, rows: list[GradcheckRow]) -> None:
+    def __init__(
+        self, title: str, rows: list[GradcheckRow], hints: Sequence[str] = ()
+    ) -> None:
         self.title = title
         self.rows = rows
+        self.hints = list(hints)
 
     @property
     def ok(self) -> bool:
@@ -73,6 +79,10 @@ class GradcheckReport:
             lines += _line(widths, cells)
             for note in filter(None, row.note.split("; ")):
                 lines += textwrap.wrap(note, 80, initial_indent="    ", subsequent_indent="    ")
+        for hint in self.hints:
+            lines += textwrap.wrap(
+                f"looks like: {hint}", 80, subsequent_indent="    ", break_long_words=False
+            )
         failed = sum(not row.ok for row in self.rows)
         lines.append(f"{failed} of {len(self.rows)} tensors failed" if failed else "all ok")
         return "\n".join(lines)
@@ -138,13 +148,15 @@ def gradcheck(
     # a stream of our own: inputs made with default_rng(seed) shall not meet themselves as dy
     rng = np.random.default_rng([seed, 1986])
     check = _Check(layer, inputs, keywords, tolerance, step, rng)
+    hints: list[str] = []
     try:
         rows = [check.row(tensor, mode) for tensor in check.tensors()]
+        if mode == "full" and not all(row.ok for row in rows):
+            hints = check.hints(rows)
     finally:
         check.restore()
-    return GradcheckReport(
-        f"gradcheck of {type(layer).__name__}: {mode}, tolerance {tolerance:g}", rows
-    )
+    title = f"gradcheck of {type(layer).__name__}: {mode}, tolerance {tolerance:g}"
+    return GradcheckReport(title, rows, hints)
 
 
 class _Tensor(NamedTuple):
@@ -188,6 +200,7 @@ class _Check:
             _refuse_narrow(name, x, f"{name}.astype(np.float64)")
         for name, p in self.parameters.items():
             _refuse_narrow(name, p.value, "layer.astype(np.float64)")
+        self.compared: dict[str, tuple[Array, Array, int]] = {}  # analytic, numeric, kinks
         self.saved = {name: (p.value.copy(), p.grad.copy()) for name, p in self.parameters.items()}
 
     def restore(self) -> None:
@@ -291,6 +304,8 @@ class _Check:
     def row(self, tensor: _Tensor, mode: str) -> GradcheckRow:
         name, array, analytic, note = tensor
         if analytic.shape != array.shape:
+            if mode == "full":
+                self.compared[name] = analytic, self.numeric(array), 0
             note = f"the gradient has shape {analytic.shape}"
             nan, inf = float("nan"), float("inf")
             return GradcheckRow(name, array.shape, None, nan, nan, inf, False, note)
@@ -325,6 +340,8 @@ class _Check:
                     between = n[i] == a[i]
                     kinks += kink and between
                     misses += kink and not between
+            if mode == "full":
+                self.compared[name] = analytic, n.reshape(array.shape), misses
             error = _relative_error(a, n)
             worst = int(np.nan_to_num(np.abs(a - n), nan=np.inf).argmax()) if len(a) else 0
 
@@ -341,6 +358,40 @@ class _Check:
         at = (float(a[worst]), float(n[worst])) if len(a) else (0.0, 0.0)
         ok = error <= self.tolerance and not note
         return GradcheckRow(name, array.shape, index, *at, error, ok, "; ".join(notes))
+
+    def numeric(self, array: Array) -> Array:
+        """The central slopes at every element, without a second look."""
+        start = array.copy()
+        slopes = [
+            self.slopes(array, start, _mover(start, i), self.step).central
+            for i in range(array.size)
+        ]
+        return np.array(slopes, array.dtype).reshape(array.shape)
+
+    def hints(self, rows: list[GradcheckRow]) -> list[str]:
+        """What the failure looks like."""
+
+        def gradients(dy: list[Array]) -> dict[str, Array]:
+            for p in self.parameters.values():
+                p.grad[...] = 0.0
+            y, ctx = self.forward()
+            given = iter(dy)
+            grads = self.gradients(ctx, _map(lambda _: next(given).copy(), y))
+            found = {name: grad for (name, _), grad in zip(self.floats, grads)}
+            return {**found, **{name: p.grad.copy() for name, p in self.parameters.items()}}
+
+        inputs = {name for name, _ in self.floats}
+        tensors = [
+            Tensor(row.name, *self.compared[row.name][:2], row.ok, row.name in inputs,
+                   "a second backward" not in row.note, self.compared[row.name][2])
+            for row in rows
+        ]  # fmt: skip
+        keywords = dict(self.keywords)
+        if isinstance(keywords.get("rng"), int):
+            keywords["rng"] = np.random.default_rng(keywords["rng"])
+        facts = Facts(self.layer, self.inputs, keywords, tensors, self.y, self.dy, gradients)
+        with np.errstate(all="ignore"):
+            return find_hints(facts, lambda part, inputs, kw: gradcheck(part, *inputs, **kw))
 
     def slopes(
         self, array: Array, start: Array, move: Callable[[float], Array], h: float

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -23,10 +24,10 @@ import numpy as np
 
 from npdecoder import Checkpoint, load_checkpoint
 
-OPTIONS = (
+OPTIONS = shlex.split(
     "--d-model 64 --num-heads 2 --num-layers 2 --context 8 --batch-size 2 --dropout 0.1 "
     "--warmup 5 --save-every 1 --validate-every 1000000"
-).split()
+)
 
 
 def training(folder: Path, out: str, steps: int, resume: bool) -> subprocess.Popen[bytes]:

@@ -20,16 +20,19 @@ PACKAGE = ROOT / "npdecoder"
 CALCULUS = ("core", "masks", "layers")
 WIRING = (*CALCULUS, "blocks")
 MODELS = (*WIRING, "models")
-TOOLS = ("gradcheck", "optim", "files", "text")
+TOOLS = ("files", "trace", "hints", "gradcheck", "optim", "text")
 ON_MODELS = ("training", "decoding_state", "decoding", "checkpoint", "interop")
 PRODUCTS = ("translator", "character_model")
 
 MAY_IMPORT = {
     "core": (),
     "masks": ("core",),
-    "gradcheck": ("core",),
-    "optim": ("core",),
+    # the checker: it needs no layer, and looks at any object with forward and backward
     "files": ("core",),
+    "trace": ("core", "files"),
+    "hints": ("core", "trace"),
+    "gradcheck": ("core", "hints"),
+    "optim": ("core",),
     "text": (),
     "phrase_book": ("text",),
     "console": ("core",),
@@ -66,12 +69,17 @@ MAY_IMPORT = {
     "interop": MODELS,
     "translator": (*MODELS, "files", "text", *ON_MODELS),
     "character_model": (*MODELS, "files", "text", *ON_MODELS),
+    "page.formulas": (),
+    "page.diagram": (),
+    "page.build": ("core", "files", "trace", "page.formulas", "page.diagram"),
+    "page": ("page",),
+    "traced": (*MODELS, "text", "trace", "page", "translator"),
     "runs": (*MODELS, *TOOLS, *ON_MODELS, *PRODUCTS),
     "gradcheck_all": (*MODELS, "gradcheck"),
     # the top
     "npdecoder": (*MODELS, *TOOLS, *ON_MODELS, *PRODUCTS),
     "cli": (*MODELS, *TOOLS, *ON_MODELS, *PRODUCTS, "npdecoder", "phrase_book", "console", "runs",
-            "gradcheck_all"),
+            "gradcheck_all", "page", "traced"),
     "__main__": ("cli",),
 }
 
