@@ -193,7 +193,8 @@ class Trace:
         output = returned
         if not backward and isinstance(returned, tuple) and len(returned) == 2:
             output, ctx = returned
-        if isinstance(output, np.ndarray) and not any(output is v for v in variables.values()):
+        named = [v for k, v in variables.items() if k not in arguments]
+        if isinstance(output, np.ndarray) and not any(output is v for v in named):
             values["output"] = output.copy()
         if not isinstance(ctx, np.ndarray):
             fields: dict[str, Any] = getattr(ctx, "_asdict", dict)()

@@ -19,7 +19,7 @@ from npdecoder.trace import Trace
 from npdecoder.translator import Translator
 
 WORKED_EXAMPLE = Path(__file__).with_name("worked_example.json")
-LARGEST = 400  # tokens times width: more makes a page that no browser likes
+LARGEST = 1600  # tokens times width: more makes a page that no browser likes
 
 
 class Traced(NamedTuple):
@@ -92,10 +92,9 @@ def translated(translator: Translator, source: str, target: str) -> Traced:
 
 
 def _ids(name: str, ids: Any, size: int) -> list[int]:
-    array = as_ids(name, ids, size)
-    if array.ndim != 1 or not len(array):
-        raise ValueError(f"{name} is {ids}, expected at least one id")
-    found: list[int] = array.tolist()
+    if not len(ids):
+        raise ValueError(f"{name} is empty, expected at least one id")
+    found: list[int] = as_ids(name, ids, size).tolist()
     return found
 
 
@@ -111,7 +110,7 @@ def _run(
     source = _ids("source", source, model.config.source_vocab_size)
     targets = _ids("target", targets, model.config.target_vocab_size)
     size = max(len(source), len(targets)) * model.config.d_model
-    if size > LARGEST * 4:
+    if size > LARGEST:
         raise ValueError(f"{max(len(source), len(targets))} tokens of width {model.config.d_model} "
                          "are more than a page can show: take shorter sentences or a smaller model")
     criterion = CrossEntropy()

@@ -103,9 +103,7 @@ def math(text: str) -> str:
     sqrt{a}, sum_{i}; x_hat has a hat, and a name after d keeps it.
     """
     tokens = TOKEN.findall(text)
-    row, rest = _row(tokens)
-    if rest:
-        raise ValueError(f"{text!r} has an unexpected {rest[0]!r}")
+    row, _ = _row(tokens)
     return f'<math display="block">{row}</math>'
 
 
@@ -138,6 +136,8 @@ def _scripted(tokens: list[str]) -> tuple[str, list[str]]:
 
 
 def _atom(tokens: list[str]) -> tuple[str, list[str]]:
+    if not tokens or tokens[0] == "}":
+        raise ValueError("a formula ends, or closes a group, where a letter is expected")
     token, tokens = tokens[0], tokens[1:]
     if token == "{":
         return _row(tokens, "}")
