@@ -194,11 +194,13 @@ function show(index) {
   view.replaceChildren(title, detail);
   const formulas = data.formulas[step.cls];
   if (formulas) {
-    const main = element("div", { class: "formula" });
-    main.innerHTML = formulas[step.backward ? 1 : 0];
-    const other = element("div", { class: "formula other" });
-    other.innerHTML = formulas[step.backward ? 0 : 1];
-    view.append(main, element("h3", {}, step.backward ? "its forward" : "its backward"), other);
+    const both = element("div", { class: "formulas" });
+    for (const [title, index] of [["forward", 0], ["backward", 1]]) {
+      const formula = element("div", { class: index === Number(step.backward) ? "formula" : "formula other" });
+      formula.innerHTML = formulas[index];
+      both.append(element("div", {}, element("h3", {}, title), formula));
+    }
+    view.append(both);
   }
   view.append(...arraysOf(step), ...sourceOf(step));
   slider.value = current;
