@@ -66,12 +66,19 @@ def save_checkpoint(
     Errors: those of save_weights; TypeError for a model, optimizer or value in extra that could not
     be read back as it is; ValueError for an optimizer of other parameters.
     """
+    model_class = _known("model", model, [cls for cls, _ in MODELS.values()])
+    if optimizer is not None:
+        optimizer_class = _known("optimizer", optimizer, OPTIMIZERS.values())
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     arrays: dict[str, Array] = {}
     meta = {
         "format": FORMAT,
         "version": VERSION,
-        "model": {"class": _known("model", model, [cls for cls, _ in MODELS.values()])},
+        "model": {
+            "class": model_class,
+            "config": dataclasses.asdict(model.config),  # type: ignore[attr-defined]
+            "gradients": [name for name, p in model.named_parameters() if p.has_grad],
+        },
         "optimizer": None,
         "rng": _pack("rng", dropout_rng(rng), arrays),
         "step": integer("step", step, 0),
@@ -81,7 +88,6 @@ def save_checkpoint(
         meta["extra"] = _pack("extra", extra, arrays)
     except RecursionError:
         raise ValueError("extra contains itself, or is nested too deeply") from None
-    meta["model"]["config"] = dataclasses.asdict(model.config)  # type: ignore[attr-defined]
     for name, parameter in model.named_parameters():
         arrays[f"model.{name}"] = parameter.value
         if parameter.has_grad:
@@ -91,7 +97,7 @@ def save_checkpoint(
         if any(id(p) not in names for p in optimizer.parameters()):
             raise ValueError("the optimizer has parameters that the model does not have")
         meta["optimizer"] = {
-            "class": _known("optimizer", optimizer, OPTIMIZERS.values()),
+            "class": optimizer_class,
             "groups": [[names[id(p)] for p in group.parameters] for group in optimizer.groups],
             "numbers": {k: v for k, v in state.items() if not isinstance(v, np.ndarray)},
         }
@@ -127,9 +133,16 @@ def load_checkpoint(path: PathLike) -> Checkpoint:
 
 def _load_model(meta: Any, arrays: dict[str, Array]) -> Any:
     cls, config_class = MODELS[meta["class"]]
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    if meta["config"].keys() != fields:
+        raise ValueError(f"its config has the fields {', '.join(sorted(meta['config']))}, expected "
+                         f"{', '.join(sorted(fields))}")
     model: Any = cls(config_class(**meta["config"]))
     weights = _taken(arrays, "model.")
     gradients = _taken(arrays, "grad.")
+    if sorted(gradients) != sorted(meta["gradients"]):
+        raise ValueError(f"its gradients are {', '.join(gradients)}, expected "
+                         f"{', '.join(meta['gradients'])}")
     for name, parameter in model.named_parameters():
         if name in weights:
             parameter.astype(weights[name].dtype)
@@ -150,7 +163,10 @@ def _load_optimizer(meta: Any, model: Layer, arrays: dict[str, Array]) -> Optimi
         options.pop("lr_scale", None)
         groups.append({"params": [parameters[name] for name in names], **options})
     optimizer = OPTIMIZERS[meta["class"]](groups, lr=0.0)
-    optimizer.load_state_dict({**numbers, **_taken(arrays, "optimizer.")})
+    moments = _taken(arrays, "optimizer.")
+    if numbers.keys() & moments.keys():
+        raise ValueError("a name of the optimizer's state stands for a number and for an array")
+    optimizer.load_state_dict({**numbers, **moments})
     return optimizer
 
 
@@ -171,6 +187,8 @@ def _known(what: str, value: Any, classes: Any) -> str:
 
 def _pack(where: str, value: Any, arrays: dict[str, Array]) -> Any:
     """The value as JSON can hold it; arrays go to `arrays` and are named in their place."""
+    if type(value) is int:
+        _refuse_huge(where, value)
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is list:
@@ -181,7 +199,10 @@ def _pack(where: str, value: Any, arrays: dict[str, Array]) -> Any:
                 raise TypeError(f"{where} has the key {key!r}, expected strings "
                                 "that do not begin with 'npdecoder.'")
         return {key: _pack(f"{where}[{key!r}]", item, arrays) for key, item in value.items()}
-    if isinstance(value, (np.ndarray, np.generic)):
+    # other kinds of arrays come back as plain ones, and an array drops the NULs at a string's end
+    if type(value) is np.ndarray or (
+        isinstance(value, np.generic) and np.asarray(value)[()].dtype == value.dtype
+    ):
         arrays[where] = value  # type: ignore[assignment]
         return {"npdecoder.array" if isinstance(value, np.ndarray) else "npdecoder.number": where}
     if type(value) is np.random.Generator:
@@ -194,6 +215,13 @@ def _pack(where: str, value: Any, arrays: dict[str, Array]) -> Any:
     raise TypeError(f"{where} is a {type(value).__name__}, which is not stored exactly{hint}")
 
 
+def _refuse_huge(where: str, value: int) -> None:
+    try:
+        str(value)
+    except ValueError as error:  # Python's limit for numbers as text
+        raise ValueError(f"{where} is too large an integer to store: {error}") from None
+
+
 def _unpack(value: Any, arrays: dict[str, Array]) -> Any:
     if isinstance(value, list):
         return [_unpack(item, arrays) for item in value]
@@ -204,13 +232,29 @@ def _unpack(value: Any, arrays: dict[str, Array]) -> Any:
     if "npdecoder.number" in value:
         return arrays.pop(value["npdecoder.number"])[()]
     if "npdecoder.rng" in value:
-        state = _unpack(value["npdecoder.rng"], arrays)
-        if state["bit_generator"] not in BIT_GENERATORS:
-            raise ValueError(f"{state['bit_generator']!r} is no generator")
-        bit_generator = getattr(np.random, state["bit_generator"])(0)
-        bit_generator.state = state
-        return np.random.Generator(bit_generator)
+        return _generator(_unpack(value["npdecoder.rng"], arrays))
     return {key: _unpack(item, arrays) for key, item in value.items()}
+
+
+def _generator(state: Any) -> np.random.Generator:
+    """The generator in this state, which is checked first: NumPy takes any and may crash later."""
+    if state["bit_generator"] not in BIT_GENERATORS:
+        raise ValueError(f"{state['bit_generator']!r} is no generator")
+    bit_generator = getattr(np.random, state["bit_generator"])(0)
+    if _shapes(state) != _shapes(bit_generator.state):
+        raise ValueError("the state of a generator has other parts than it should")
+    if not (
+        0 <= state["state"].get("pos", 0) <= 624 and 0 <= state.get("buffer_pos", 0) <= 4
+    ):
+        raise ValueError("the place of a generator lies outside its numbers")
+    bit_generator.state = state
+    return np.random.Generator(bit_generator)
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _shapes(item) for name, item in value.items()}
+    return np.shape(value)
 
 
 def _text(error: BaseException) -> str:

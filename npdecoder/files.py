@@ -11,6 +11,7 @@ import io
 import json
 import os
 import tempfile
+import threading
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ from npdecoder.core import Array
 
 try:
     import fcntl
-except ImportError:  # Windows, where an open file cannot be removed anyway
+except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 PathLike = str | os.PathLike[str]
@@ -34,6 +35,7 @@ SUFFIXES = (".npz", ".safetensors")
 SAFETENSORS_DTYPES = {np.dtype(code).name for code in "?bBhHiIlLqQefd"}
 NAMES = "npdecoder.names"  # an entry: the names that a format cannot hold, as JSON
 ESCAPED = "npdecoder.name."  # and what they are called instead, by number
+UMASK = threading.Lock()  # the umask is the whole process's
 CHECKSUM = "npdecoder.crc32"  # in the header of a .safetensors file; zip has its own
 
 
@@ -77,15 +79,23 @@ def load_weights(path: PathLike) -> dict[str, Array]:
     with open(path, "rb") as file:
         try:
             members = _read_npz(file) if suffix == ".npz" else _read_safetensors(file.read())
-            table = {}
-            if NAMES in members:
-                names = json_value(members.pop(NAMES))
-                table = {f"{ESCAPED}{i}": name for i, name in enumerate(names)}
-            if table.keys() != {name for name in members if name.startswith(ESCAPED)}:
-                raise ValueError("its table of names does not fit")
-            return {table.get(name, name): array for name, array in members.items()}
+            return _unescaped(members)
         except Exception as error:  # of zipfile, zlib, numpy, ...: whatever damage makes
             raise ValueError(f"{path} is not a whole {suffix} file of arrays: {error}") from error
+
+
+def _unescaped(members: dict[str, Array]) -> dict[str, Array]:
+    """The arrays under the names that they were given."""
+    names = json_value(members.pop(NAMES)) if NAMES in members else []
+    if type(names) is not list or not all(type(name) is str for name in names):
+        raise ValueError("its table of names holds something else")
+    table = {f"{ESCAPED}{i}": name for i, name in enumerate(names)}
+    if table.keys() != {name for name in members if name.startswith(ESCAPED)}:
+        raise ValueError("its table of names does not fit")
+    arrays = {table.get(name, name): array for name, array in members.items()}
+    if len(arrays) < len(members):
+        raise ValueError("a name stands for two arrays")
+    return arrays
 
 
 def check_writable(path: PathLike) -> None:
@@ -94,7 +104,7 @@ def check_writable(path: PathLike) -> None:
         _safetensors()
     if Path(path).is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
-    folder = Path(path).resolve().parent
+    folder = _resolved(path).parent
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "no such folder", str(folder))
     with tempfile.TemporaryFile(dir=folder):
@@ -103,11 +113,13 @@ def check_writable(path: PathLike) -> None:
 
 def json_array(value: Any) -> Array:
     """The value as JSON, in an array of bytes that can stand beside the others."""
-    return np.frombuffer(json.dumps(value).encode("ascii"), np.uint8)
+    # not as ASCII: JSON's escapes make one character of two halves of a surrogate pair
+    text = json.dumps(value, ensure_ascii=False)
+    return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
 
 
 def json_value(array: Array) -> Any:
-    return json.loads(array.tobytes().decode("ascii"))
+    return json.loads(array.tobytes().decode("utf-8", "surrogatepass"))
 
 
 # Formats
@@ -211,12 +223,10 @@ def _suffix(path: PathLike) -> str:
 @contextmanager
 def replacing(path: PathLike) -> Iterator[IO[bytes]]:
     """A file to write that takes the place of path when it is complete."""
-    # through a link, to the file it names: the link stays one
-    path = Path(path).resolve()
+    path = _resolved(path)  # through a link, to the file it names: the link stays one
     # its own, so that leftovers of this path are known, and short: a name may be as long as it can
     start = f".npdecoder-{zlib.crc32(os.fsencode(path.name)):08x}-"
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=start, suffix=".part")
-    lock = _lock(handle)
+    handle, temporary, lock = _locked_file(path.parent, start)
     try:
         with open(handle, "wb") as file:
             yield file
@@ -230,33 +240,47 @@ def replacing(path: PathLike) -> Iterator[IO[bytes]]:
     finally:
         if lock is not None:
             os.close(lock)
-    for leftover in path.parent.iterdir():
-        if leftover.name.startswith(start) and leftover.name.endswith(".part"):
-            _remove_if_abandoned(leftover)
+    with suppress(OSError):  # a folder that may not be listed
+        for leftover in path.parent.iterdir():
+            if leftover.name.startswith(start) and leftover.name.endswith(".part"):
+                _remove_if_abandoned(leftover)
 
 
-def _lock(handle: int) -> int | None:
-    """Show others that this temporary file has a living writer, until what is returned is closed.
+def _locked_file(folder: Path, start: str) -> tuple[int, str, int | None]:
+    """A new temporary file: its handle, its path, and the lock that shows others that its writer
+    lives, until it is closed.
 
-    (A second handle of the same file: Windows, which needs no lock, renames closed files only.)
+    (A second handle of the same file: Windows, which has no lock, renames closed files only.)
     """
-    if fcntl is None:
-        return None
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return os.dup(handle)
+    while True:
+        handle, path = tempfile.mkstemp(dir=folder, prefix=start, suffix=".part")
+        if fcntl is None:
+            return handle, path, None
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return handle, path, os.dup(handle)
+        os.close(handle)  # another save took it for abandoned before it was locked
 
 
 def _remove_if_abandoned(path: Path) -> None:
     """Remove the temporary file of a process that was killed in the middle of a save."""
-    with suppress(OSError):
-        if fcntl is not None:
-            with open(path, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error while its writer lives
+    if fcntl is None:
+        return  # nobody can tell whether its writer lives
+    with suppress(OSError), open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error while its writer lives
         path.unlink()
 
 
+def _resolved(path: PathLike) -> Path:
+    try:
+        return Path(path).resolve()
+    except RuntimeError as error:  # a link to itself, before Python 3.13
+        raise OSError(errno.ELOOP, str(error), str(path)) from None
+
+
 def _umask() -> int:
-    mask = os.umask(0)  # it can only be read by setting it
-    os.umask(mask)
+    with UMASK:
+        mask = os.umask(0)  # it can only be read by setting it
+        os.umask(mask)
     return mask

@@ -1,7 +1,8 @@
-"""Tokens, vocabularies, files of pairs, splits and batches."""
+"""Tokens, vocabularies, characters, files of text and pairs, splits, batches and windows."""
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 import unicodedata
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from npdecoder.text import (
     SPECIAL_TOKENS,
     Batch,
+    Characters,
     IntArray,
     Vocabulary,
     batches,
@@ -23,8 +25,10 @@ from npdecoder.text import (
     make_batch,
     pad,
     read_pairs,
+    read_text,
     split_pairs,
     tokenize,
+    windows,
 )
 
 PAD, BOS, EOS, UNK = range(4)
@@ -182,10 +186,110 @@ def test_decode_undoes_encode(seed: int, length: int, size: int) -> None:
     assert all(4 <= i < len(v) for i in ids)
 
 
+def test_characters_have_ids_in_order() -> None:
+    c = Characters("bé\na我")
+    assert c.characters == "bé\na我"
+    assert len(c) == 5
+    ids = c.encode("a我\na")
+    assert ids.tolist() == [3, 4, 2, 3]
+    assert ids.dtype == np.intp
+    assert c.decode(ids) == c.decode(ids.tolist()) == c.decode(iter(ids)) == "a我\na"
+    assert c.encode("").shape == (0,)
+    assert c.encode("").dtype == np.intp
+    assert c.decode([]) == ""
+
+
+def test_characters_of_a_text_are_ordered_by_code_point() -> None:
+    text = "banana 我爱你\n\r\0\U0001f600éz"
+    built = Characters.build(text)
+    assert built.characters == "\0\n\r abnzé你我爱\U0001f600"
+    assert Characters.build(text[::-1] * 2).characters == built.characters
+    assert built.decode(built.encode(text)) == text
+
+
+@pytest.mark.parametrize("characters", ["", "aba", "我我"])
+def test_characters_must_be_distinct_and_some(characters: str) -> None:
+    with pytest.raises(ValueError, match="distinct, and at least one"):
+        Characters(characters)
+    if not characters:
+        with pytest.raises(ValueError, match="at least one"):
+            Characters.build("")
+
+
+def test_unknown_characters_are_all_named() -> None:
+    c = Characters("abc")
+    for text, named in (("axbzx", "'xz'"), ("\n", r"'\n'"), ("我a爱", "'我爱'"), ("A", "'A'")):
+        with pytest.raises(ValueError, match="does not know the characters") as caught:
+            c.encode(text)
+        assert str(caught.value).endswith(f" {named}")
+
+
+@pytest.mark.parametrize("ids", [[0, 3], [-1], [1, 2, 99]])
+def test_ids_outside_the_characters_are_refused(ids: list[int]) -> None:
+    for form in (ids, np.array(ids)):
+        with pytest.raises(IndexError, match=rf"id {ids[-1]} .*size 3"):
+            Characters("abc").decode(form)
+
+
+@given(st.text(min_size=1), st.integers(1, 5))
+def test_characters_undo_themselves(text: str, times: int) -> None:
+    c = Characters.build(text)
+    assert sorted(c.characters) == list(c.characters) == sorted(set(text))
+    ids = c.encode(text * times)
+    assert len(ids) == len(text) * times
+    assert set(ids.tolist()) == set(range(len(c)))
+    assert c.decode(ids) == text * times
+
+
 def written(folder: Path, data: bytes) -> Path:
     path = folder / "pairs.tsv"
     path.write_bytes(data)
     return path
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", ""),
+        (b"\xef\xbb\xbf", ""),
+        (b"\xef\xbb\xbfa\n", "a\n"),
+        (b"a\xef\xbb\xbf", "a\ufeff"),  # elsewhere it is no mark
+        (b"\xef\xbb\xbf\xef\xbb\xbfa", "\ufeffa"),
+        (b"a\r\nb\r\n\r\nc", "a\nb\n\nc"),
+        (b"a\rb\n\rc\r\r\n\r", "a\rb\n\rc\r\n\r"),  # CR alone stays
+        (" 我\t爱\u2028 \x85\0 ".encode(), " 我\t爱\u2028 \x85\0 "),
+    ],
+    ids=ascii,
+)
+def test_read_text(tmp_path: Path, data: bytes, text: str) -> None:
+    path = written(tmp_path, data)
+    assert read_text(path) == read_text(str(path)) == text
+
+
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (b"\xff", 1),
+        (b"fine\n\xffa\n\xff", 2),
+        (b"\r\n\n\xe6\x88", 3),  # the end of the file cuts a character
+        (b"a\rb\n" + "我".encode("gb18030"), 2),
+        (b"\n\xed\xa0\x80", 2),  # half of a surrogate pair
+        ("a\n".encode("utf-16"), 1),
+        (b"\xe2\x80\xa8\n\n\xc0\x80", 3),
+    ],
+    ids=ascii,
+)
+def test_text_that_is_not_utf8_is_named(tmp_path: Path, bom: bytes, data: bytes, line: int) -> None:
+    path = written(tmp_path, bom + data)
+    with pytest.raises(ValueError, match=rf"pairs\.tsv, line {line}: not UTF-8 \(") as caught:
+        read_text(path)
+    assert type(caught.value) is ValueError
+
+
+def test_a_text_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_text(tmp_path / "none.txt")
 
 
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
@@ -369,3 +473,101 @@ def test_batches_of_nothing_and_of_bad_size() -> None:
     assert list(batches([], 4, np.random.default_rng(0), PAD, BOS, EOS)) == []
     with pytest.raises(ValueError, match="batch_size"):
         batches([], 0, None, PAD, BOS, EOS)  # by the call, not by the first next()
+
+
+# Windows of a text, whose ids here are their own places
+
+
+def window_starts(batch: Batch, context: int) -> list[int]:
+    """Where the pieces of a batch begin; they are pieces, and the targets come one later."""
+    (inputs,) = batch.inputs
+    assert inputs.shape == batch.targets.shape
+    assert inputs.dtype == batch.targets.dtype == np.intp
+    assert inputs.shape[1] == context
+    starts = inputs[:, 0]
+    assert np.array_equal(inputs, starts[:, None] + np.arange(context))
+    assert np.array_equal(batch.targets, inputs + 1)
+    found: list[int] = starts.tolist()
+    return found
+
+
+@given(SEEDS, st.integers(1, 200), st.integers(1, 12), st.integers(1, 6))
+def test_random_windows(seed: int, extra: int, context: int, batch_size: int) -> None:
+    ids = np.arange(context + extra)
+    epoch = list(windows(ids, context, batch_size, np.random.default_rng(seed)))
+    count = len(epoch) * context * batch_size  # about as many as the text has
+    assert count <= len(ids) < count + context * batch_size or len(epoch) == 1
+    for batch in epoch:
+        starts = window_starts(batch, context)
+        assert len(starts) == batch_size
+        assert 0 <= min(starts)
+        assert max(starts) < extra
+
+
+def test_random_windows_begin_at_every_place_alike() -> None:
+    rng = np.random.default_rng(0)
+    counts = np.zeros(7, int)
+    for _ in range(1000):
+        for batch in windows(np.arange(10), 3, 2, rng):
+            np.add.at(counts, window_starts(batch, 3), 1)
+    assert counts.sum() == 2000
+    assert np.all(abs(counts - counts.mean()) < 5 * counts.mean() ** 0.5)
+
+
+def test_random_windows_are_drawn_by_the_call() -> None:
+    ids = np.arange(100)
+    rng = np.random.default_rng(5)
+    epoch = windows(ids, 4, 3, rng)
+    after = copy.deepcopy(rng)
+    first = [window_starts(batch, 4) for batch in epoch]
+    assert rng.bit_generator.state == after.bit_generator.state
+    second = [window_starts(batch, 4) for batch in windows(ids, 4, 3, rng)]
+    again = [window_starts(batch, 4) for batch in windows(ids, 4, 3, np.random.default_rng(5))]
+    assert first == again
+    assert first != second
+    assert len(first) == 8
+
+
+@pytest.mark.parametrize("rng", [0, None])
+def test_a_text_of_one_window(rng: int | None) -> None:
+    generator = None if rng is None else np.random.default_rng(rng)
+    (batch,) = windows(np.array([5, 3, 7, 4, 6]), 4, 1 if rng is None else 3, generator)
+    assert len(batch.targets) == (1 if rng is None else 3)
+    assert {tuple(row) for row in batch.inputs[0].tolist()} == {(5, 3, 7, 4)}
+    assert {tuple(row) for row in batch.targets.tolist()} == {(3, 7, 4, 6)}
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 4])
+def test_a_text_too_short_for_a_random_window(length: int) -> None:
+    with pytest.raises(ValueError, match=rf"{length} tokens.* 4"):  # by the call
+        windows(np.arange(length), 4, 2, np.random.default_rng(0))
+
+
+@given(st.integers(0, 100), st.integers(1, 12), st.integers(1, 6))
+def test_windows_in_order_have_every_target_once(N: int, context: int, batch_size: int) -> None:
+    epoch = list(windows(np.arange(N), context, batch_size, None))
+    targets = [i for batch in epoch for i in batch.targets.ravel().tolist()]
+    assert targets == list(range(1, N))
+    last = (N - 1) % context if N else 0
+    for i, batch in enumerate(epoch):
+        shorter = last > 0 and i == len(epoch) - 1
+        starts = window_starts(batch, last if shorter else context)
+        assert len(starts) == 1 if shorter else 1 <= len(starts) <= batch_size
+    whole = max(N - 1, 0) // context
+    assert len(epoch) == -(-whole // batch_size) + (last > 0)
+
+
+@pytest.mark.parametrize("rng", [0, None])
+def test_windows_of_bad_sizes(rng: int | None) -> None:
+    generator = None if rng is None else np.random.default_rng(rng)
+    for context, batch_size, name in ((0, 2, "context"), (-1, 2, "context"), (2, 0, "batch_size")):
+        with pytest.raises(ValueError, match=name):  # by the call
+            windows(np.arange(9), context, batch_size, generator)
+
+
+def test_windows_do_not_share_memory_with_the_text() -> None:
+    ids = np.arange(9)
+    for rng in (None, np.random.default_rng(0)):
+        for batch in windows(ids, 3, 2, rng):
+            batch.inputs[0][...] = -1
+    assert ids.tolist() == list(range(9))
