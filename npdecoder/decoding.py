@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from npdecoder.core import Array, as_ids, fraction, integer, non_negative, positive_int
+from npdecoder.core import Array, as_array, as_ids, fraction, integer, non_negative, positive_int
 from npdecoder.decoding_state import DecodingState
 from npdecoder.layers.softmax import log_softmax
 from npdecoder.models import LanguageModel, Transformer, TransformerConfig
@@ -84,8 +84,9 @@ def sample(
     def choose(items: NDArray[np.intp], logits: Array) -> NDArray[np.intp]:
         chosen = []
         for i, row in zip(items.tolist(), logits):
-            rng = generators.setdefault(i, np.random.default_rng((seed, i)))
-            chosen.append(sampler.draw(row, rng))
+            if i not in generators:
+                generators[i] = np.random.default_rng((seed, i))
+            chosen.append(sampler.draw(row, generators[i]))
         return np.array(chosen, np.intp)
 
     return _decode(model, ids, bos_id, eos_id, max_new_tokens, choose)
@@ -116,10 +117,13 @@ def generate(
     sampler = Sampler(temperature, top_k, top_p, min_p)
     rng = np.random.default_rng((integer("seed", seed, 0), 0))
     text = as_ids("prompt", prompt, model.config.vocab_size)
-    if text.ndim != 1 or len(text) == 0:
-        raise ValueError(f"prompt has shape {text.shape}, expected (T,) with T >= 1: "
-                         "begin with at least one id, such as BOS")
-    _check_eos(model, eos_id)
+    if text.ndim != 1:
+        raise ValueError(f"prompt has shape {text.shape}, expected (T,)")
+    if model.config.pad_id is not None:
+        text = text[text != model.config.pad_id]
+    if len(text) == 0:
+        raise ValueError("prompt is empty: begin with at least one id, such as BOS")
+    _check_special("eos_id", eos_id, model)
     limit = None if max_new_tokens is None else positive_int("max_new_tokens", max_new_tokens)
     return _generate(model, text.tolist(), eos_id, limit, sampler, rng)
 
@@ -188,13 +192,13 @@ def beam_search(
     length_penalty: alpha in the score, see Hypothesis; 0 compares totals, more favours longer ones.
     Among equal scores the one found first comes first: lower ids. The rest is as in greedy_decode.
 
-    Errors: those of greedy_decode; ValueError for n_best > beam_size, for a length_penalty that is
-    not finite.
+    Errors: those of greedy_decode; ValueError for n_best > beam_size, for a length_penalty beyond
+    50, and for +inf among the logits.
     """
     beam_size, n_best = positive_int("beam_size", beam_size), positive_int("n_best", n_best)
     if n_best > beam_size:
         raise ValueError(f"n_best is {n_best}, expected at most beam_size, which is {beam_size}")
-    alpha = _finite("length_penalty", length_penalty)
+    alpha = _moderate("length_penalty", length_penalty)
     state, logits, limits = _begin(model, ids, bos_id, eos_id, max_new_tokens)
 
     found: list[list[Hypothesis]] = [[] for _ in limits]
@@ -262,7 +266,11 @@ def next_token_probabilities(
     Errors: ValueError for NaN or +inf among the logits, or nothing but -inf; for temperature < 0,
     top_k < 1, top_p or min_p outside [0, 1], and NaN.
     """
-    return Sampler(temperature, top_k, top_p, min_p).probabilities(np.asarray(logits))
+    array = np.asarray(logits)
+    array = as_array("logits", array.astype(np.float64) if array.dtype.kind in "iu" else array)
+    if array.ndim != 1 or len(array) == 0:
+        raise ValueError(f"logits has shape {array.shape}, expected (V,) with V >= 1")
+    return Sampler(temperature, top_k, top_p, min_p).probabilities(array)
 
 
 class Sampler:
@@ -340,12 +348,15 @@ def _begin(
     model: Model, ids: ArrayLike, bos_id: int | None, eos_id: int | None, max_new_tokens: int | None
 ) -> tuple[DecodingState, Array, list[int]]:
     """The state after the prompts, the logits (B, V) of the first tokens, and each item's limit."""
-    _check_eos(model, eos_id)
+    if not isinstance(model, (Transformer, LanguageModel)):
+        raise TypeError(f"model is a {type(model).__name__}, expected a Transformer or a "
+                        "LanguageModel")
+    _check_special("eos_id", eos_id, model)
     limit = None if max_new_tokens is None else positive_int("max_new_tokens", max_new_tokens)
     if isinstance(model, Transformer):
         if bos_id is None:
             raise ValueError("bos_id is None, but a Transformer begins with it")
-        as_ids("bos_id", bos_id, model.config.target_vocab_size)
+        _check_special("bos_id", bos_id, model)
         state = DecodingState(model, ids)
         prompts = np.full((state.batch_size or 0, 1), bos_id, np.intp)
         used = [1] * len(prompts)
@@ -376,11 +387,11 @@ def _prompts(ids: ArrayLike, model: LanguageModel) -> tuple[NDArray[np.intp], li
     return aligned, counts
 
 
-def _check_eos(model: Model, eos_id: int | None) -> None:
-    if eos_id is not None:
+def _check_special(name: str, value: int | None, model: Model) -> None:
+    if value is not None:
         c = model.config
         size = c.target_vocab_size if isinstance(c, TransformerConfig) else c.vocab_size
-        as_ids("eos_id", eos_id, size)
+        as_ids(name, integer(name, value), size)
 
 
 def _refuse_nan(logits: Array, items: Sequence[int] | NDArray[np.intp]) -> None:
@@ -392,6 +403,11 @@ def _refuse_nan(logits: Array, items: Sequence[int] | NDArray[np.intp]) -> None:
 
 def _log_probabilities(logits: Array, items: Sequence[int]) -> Array:
     _refuse_nan(logits, items)
+    largest = logits.max(axis=-1)
+    if not np.isfinite(largest).all():
+        row = int((~np.isfinite(largest)).argmax())
+        raise ValueError(f"the largest logit of item {items[row]} is {largest[row]}: "
+                         "there is no distribution")
     return log_softmax(logits.astype(np.float64))
 
 
@@ -404,9 +420,10 @@ def _largest(values: Array, n: int) -> list[int]:
     return order
 
 
-def _finite(name: str, value: Any) -> float:
+def _moderate(name: str, value: Any) -> float:
+    """value as a float from -50 to 50: length ** value stays a number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}, expected a number")
-    if not np.isfinite(float(value)):
-        raise ValueError(f"{name} is {value}, expected a finite number")
+    if not abs(float(value)) <= 50.0:
+        raise ValueError(f"{name} is {value}, expected a finite number from -50 to 50")
     return float(value)

@@ -61,8 +61,14 @@ class DecodingState:
 
     @property
     def length(self) -> int:
-        """How many ids a row were read, padding included."""
-        return self._decoder.length
+        """How many ids a row were read, padding included.
+
+        Errors: ValueError if a call was interrupted: the state is lost then.
+        """
+        length = self._decoder.length
+        if length != self._real.shape[1]:
+            raise ValueError("the state was left half extended by an error: make a new one")
+        return length
 
     @property
     def counts(self) -> Array:
@@ -79,9 +85,6 @@ class DecodingState:
             raise ValueError(
                 f"the state has read {self.length} ids: make a new one, or extend this one"
             )
-        if self.batch_size is None:
-            self.batch_size = len(as_batch("ids", ids, self._vocab_size, self.model.config))
-            self._real = np.ones((self.batch_size, 0), np.bool_)
         return self._read(ids)
 
     def extend(self, ids: ArrayLike) -> Array:
@@ -97,6 +100,8 @@ class DecodingState:
     def select(self, rows: ArrayLike) -> None:
         """Sequence i becomes a copy of what was sequence rows[i]: drop, repeat or reorder them."""
         rows = as_ids("rows", rows, self.batch_size or 0)
+        if rows.ndim != 1:
+            raise ValueError(f"rows has shape {rows.shape}, expected (n,)")
         self._decoder.select(rows)
         if self._memory_mask is not None and len(self._memory_mask) > 1:
             self._memory_mask = self._memory_mask[rows]
@@ -107,12 +112,13 @@ class DecodingState:
         model, config = self.model, self.model.config
         ids = as_batch("ids", ids, self._vocab_size, config)
         B, T = ids.shape
-        if B != self.batch_size:
+        if self.batch_size not in (None, B):
             raise ValueError(f"ids has shape {ids.shape}, expected ({self.batch_size}, T)")
         if T == 0:
             raise ValueError("ids has no column: begin with at least one id, such as BOS")
         new = np.ones(ids.shape, np.bool_) if config.pad_id is None else ids != config.pad_id
-        real = np.concatenate([self._real, new], axis=1)
+        before = self._real if self.length else np.ones((B, 0), np.bool_)
+        real = np.concatenate([before, new], axis=1)
         most = int(real.sum(axis=1).max(initial=0))
         if most > config.max_len:
             raise ValueError(f"{most} positions with those before, more than max_len "
@@ -124,5 +130,5 @@ class DecodingState:
         if T > 1 or not real.all():
             keep = causal_mask(T, real.shape[1]) & real[:, None, None, :]
         y = model.decoder.extend(self._decoder, x, keep, self._memory_mask)
-        self._real = real
+        self._real, self.batch_size = real, B
         return np.asarray(model.output(y[:, -1]))

@@ -165,6 +165,7 @@ class DecoderLayer(Layer):
         the sum of both ways.
         """
         dy = as_gradient("dy", dy, ctx.feed_forward.linear1.x.shape, self.norm1.gamma.dtype)
+        self.self_attention.refuse_cached(ctx.self_attention)
         # 3. feed-forward
         dx2_past, ds3 = self.residual_last.leave_backward(ctx.leave_last, dy)
         dh3 = self.feed_forward.backward(ctx.feed_forward, ds3)
@@ -198,13 +199,12 @@ class DecoderLayer(Layer):
         """dx2 -> dx1, and beside it dmemory, or dK and dV, or nothing."""
         if self.cross_attention is None or ctx is None:
             return (dx2,)
-        dmemory: tuple[Array, ...]
         dx1_past, ds2 = self.residual2.leave_backward(ctx.leave, dx2)
-        dh2, *dmemory_parts = self.cross_attention.backward(ctx.attention, ds2)  # type: ignore[arg-type]
-        if isinstance(self.cross_attention, MultiHeadAttention):
-            dmemory = (dmemory_parts[0] + dmemory_parts[1],)  # memory was key and value at once
+        if isinstance(ctx.attention, AttendContext):
+            dh2, *dmemory = self.cross_attention.attend_backward(ctx.attention, ds2)
         else:
-            dmemory = tuple(dmemory_parts)
+            dh2, dkey, dvalue = self.cross_attention.backward(ctx.attention, ds2)  # type: ignore[arg-type]
+            dmemory = [dkey + dvalue]  # memory was key and value at once
         dx1 = dx1_past + self.residual2.enter_backward(ctx.enter, dh2)
         return (dx1, *dmemory)
 

@@ -287,11 +287,19 @@ class MultiHeadAttention(MemoryAttention, MemoryProjection):
 
         Where one array is query, key and value at once (self-attention), its gradient is their sum.
         """
+        self.refuse_cached(ctx)
         # 2.
         dquery, dK, dV = self.attend_backward(ctx.attend, dy)
         # 1.
         dkey, dvalue = self.project_backward(ctx.project, dK, dV)
         return dquery, dkey, dvalue
+
+    def refuse_cached(self, ctx: MultiHeadAttentionContext) -> None:
+        """Raise a ValueError if forward had keys of earlier positions, before anything is added."""
+        T, past = ctx.project.W_k.x.shape[1], ctx.attend.attention.k.shape[2]
+        if past != T:
+            raise ValueError(f"forward read {T} positions, and {past - T} more from a cache, of "
+                             "which backward knows nothing")
 
 
 def split_heads(x: Array, num_heads: int) -> Array:
