@@ -1,4 +1,6 @@
-"""The command line: npdecoder demo, train, train-lm, translate, generate, gradcheck."""
+"""The command line: npdecoder demo, train, train-lm, translate, generate, trace, exercise,
+gradcheck.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from npdecoder import __version__, console, phrase_book
 from npdecoder.character_model import CharacterModel
 from npdecoder.checkpoint import Checkpoint, load_checkpoint
 from npdecoder.core import Array
+from npdecoder.exercises import command as exercise_command
 from npdecoder.files import check_writable
 from npdecoder.gradcheck import GradcheckReport, gradcheck
 from npdecoder.gradcheck_all import gradcheck_all
@@ -207,6 +210,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--seed", type=natural_int, default=0, help=_help("of all that is random"))
     check.set_defaults(run=_gradcheck)
+
+    exercise_command.add_parser(commands)
     return parser
 
 

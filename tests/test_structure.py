@@ -23,6 +23,7 @@ MODELS = (*WIRING, "models")
 TOOLS = ("files", "trace", "hints", "gradcheck", "optim", "text")
 ON_MODELS = ("training", "decoding_state", "decoding", "checkpoint", "interop")
 PRODUCTS = ("translator", "character_model")
+TASKS = sorted((PACKAGE / "exercises" / "tasks").glob("*.py"))
 
 MAY_IMPORT = {
     "core": (),
@@ -76,10 +77,20 @@ MAY_IMPORT = {
     "traced": (*MODELS, "text", "trace", "page", "translator"),
     "runs": (*MODELS, *TOOLS, *ON_MODELS, *PRODUCTS),
     "gradcheck_all": (*MODELS, "gradcheck"),
+    "exercises": (),
+    "exercises.catalogue": ("core",),
+    "exercises.submission": ("core",),
+    "exercises.child": ("core", "exercises.submission"),
+    "exercises.grading": ("core", "gradcheck", "exercises"),
+    "exercises.planted": WIRING,
+    "exercises.bugs": (*MODELS, "gradcheck", "optim", "trace", "exercises"),
+    "exercises.command": ("console", "exercises"),
     # the top
     "npdecoder": (*MODELS, *TOOLS, *ON_MODELS, *PRODUCTS),
+    # what a reader edits: nothing but the public names
+    **dict.fromkeys((f"exercises.tasks.{path.stem}" for path in TASKS), ("npdecoder",)),
     "cli": (*MODELS, *TOOLS, *ON_MODELS, *PRODUCTS, "npdecoder", "phrase_book", "console", "runs",
-            "gradcheck_all", "page", "traced"),
+            "gradcheck_all", "page", "traced", "exercises"),
     "__main__": ("cli",),
 }
 
