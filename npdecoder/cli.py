@@ -489,10 +489,17 @@ def _begin(
     """The options of the run, and the checkpoint to go on with if there is --resume."""
     check_writable(args.out)
     given = {name: getattr(args, name) for name, *_ in table if hasattr(args, name)}
-    if not args.resume:
-        return {**{name: default for name, _, default, _ in table}, **given}, None
-    checkpoint = load_checkpoint(args.out)
-    return resumed_options(args.out, checkpoint, given), checkpoint
+    options, checkpoint = {**{name: default for name, _, default, _ in table}, **given}, None
+    if args.resume:
+        checkpoint = load_checkpoint(args.out)
+        resumed = resumed_options(args.out, checkpoint, given)
+        if differing := sorted(resumed.keys() ^ options.keys()):
+            raise ValueError(f"{args.out} is of another kind of training, or of another version, "
+                             f"by the options {', '.join(differing)}")
+        options = resumed
+    if not 0.0 <= options["held_out"] < 1.0:
+        raise ValueError(f"held_out is {options['held_out']}, expected a share in [0, 1)")
+    return options, checkpoint
 
 
 def _train_lm(args: argparse.Namespace) -> int:

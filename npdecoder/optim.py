@@ -94,7 +94,9 @@ class Optimizer:
             raise ValueError(f"{where} has lr {own['lr']} but the base lr is 0.0, expected a "
                              "positive base lr, to which the group's lr keeps its ratio")
         lr_scale = own.pop("lr") / self.lr if "lr" in own else 1.0
-        return Group(tuple(parameters), lr_scale, {**defaults, **own})
+        options = {**defaults, **own}
+        self.check_options(where, options)
+        return Group(tuple(parameters), lr_scale, options)
 
     @property
     def lr(self) -> float:
@@ -122,6 +124,9 @@ class Optimizer:
     def new_state(self, parameter: Parameter, options: Mapping[str, float]) -> dict[str, Array]:
         """The arrays by name, in the parameter's dtype, that update will get as its state."""
         raise NotImplementedError(f"{type(self).__name__} does not define new_state")
+
+    def check_options(self, where: str, options: Mapping[str, float]) -> None:
+        """Raise a ValueError for options that no group may have, besides negative ones."""
 
     def update(
         self,
@@ -172,6 +177,12 @@ class Optimizer:
                     new[name] = _converted_like(old, name, state[name])
                 except (TypeError, ValueError) as error:
                     problems.append(str(error))
+        for i, group in enumerate(self.groups):
+            options = {name: new.get(f"group.{i}.{name}", 0.0) for name in group.options}
+            try:
+                self.check_options(f"group {i}", options)
+            except ValueError as error:
+                problems.append(str(error))
         if problems:
             raise ValueError(
                 f"state dict does not fit {type(self).__name__}: " + "; ".join(problems)
@@ -283,6 +294,12 @@ class Adam(Optimizer):
             parameters, lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay
         )
 
+    def check_options(self, where: str, options: Mapping[str, float]) -> None:
+        for name in ("beta1", "beta2"):
+            if not options[name] < 1.0:
+                raise ValueError(f"{name} of {where} is {options[name]}, expected a number in "
+                                 "[0, 1)")
+
     def new_state(self, parameter: Parameter, options: Mapping[str, float]) -> dict[str, Array]:
         return {"m": np.zeros_like(parameter.value), "v": np.zeros_like(parameter.value)}
 
@@ -349,10 +366,7 @@ def decay_groups(parameters: Iterable[Parameter], weight_decay: float) -> list[d
 def _betas(betas: Any) -> tuple[float, float]:
     if not isinstance(betas, Iterable) or len(pair := tuple(betas)) != 2:
         raise TypeError(f"betas is {betas!r}, expected a pair (beta1, beta2)")
-    for name, beta in zip(("beta1", "beta2"), pair):
-        if not non_negative(name, beta) < 1.0:
-            raise ValueError(f"{name} is {beta}, expected a number in [0, 1)")
-    return float(pair[0]), float(pair[1])
+    return pair[0], pair[1]
 
 
 def _split_betas(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -360,7 +374,6 @@ def _split_betas(group: Mapping[str, Any]) -> dict[str, Any]:
     group = dict(group)
     if "betas" in group:
         group["beta1"], group["beta2"] = _betas(group.pop("betas"))
-    _betas((group.get("beta1", 0.0), group.get("beta2", 0.0)))
     return group
 
 

@@ -173,7 +173,9 @@ def train(
             n = optimizer.steps + 1
             if schedule is not None:
                 optimizer.lr = schedule(n)
-            update = [next(batches) for _ in range(accumulate)]
+            update = list(islice(batches, accumulate))
+            if len(update) < accumulate:
+                raise ValueError(f"step {n}: the batches came to an end")
             try:
                 loss, count = train_step(
                     model, criterion, optimizer, update, max_norm=max_norm, rng=rng
@@ -182,9 +184,11 @@ def train(
                 raise FloatingPointError(f"step {n}: {error}") from None
             losses.append(loss)
             progress.step(loss, count)
-            if save is not None and (received or n % save_every == 0 or n == steps):
+            due = n % save_every == 0 or n == steps
+            stop = bool(received)  # looked at once: a signal that comes later waits for the next
+            if save is not None and (due or stop):
                 save()
-            if received:
+            if stop:
                 break
             if validate is not None and (n % validate_every == 0 or n == steps):
                 progress.validation(validate())
@@ -218,17 +222,18 @@ def _signals(catch: bool) -> Iterator[list[int]]:
 class Progress:
     """One line on stderr that is written over: step, loss, tokens/s, time left.
 
-    total: the number of steps in all, of which `done` were made before, with this loss. Quiet if
-    stderr is not a terminal. The loss shown is a running mean over about 50 steps. As a context
-    manager it ends its line, also after an error.
+    total: the number of steps in all, of which `done` were made before; loss: the one shown after
+    them, or None if it is not known. Quiet if stderr is not a terminal. The loss shown is a running
+    mean over about 50 steps. As a context manager it ends its line, also after an error.
     """
 
-    def __init__(self, total: int, done: int = 0, loss: float = 0.0) -> None:
+    def __init__(self, total: int, done: int = 0, loss: float | None = None) -> None:
         self.total = total
         self.done = done
         self.steps = done
         self.tokens = 0
-        self.loss = loss
+        self.loss = 0.0 if loss is None else loss
+        self.unknown = done if loss is None else 0  # steps that the loss says nothing of
         self.validation_loss: float | None = None
         self.start = time.monotonic()
         self.shown = -math.inf
@@ -239,14 +244,14 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.live and self.steps:
+        if self.live and self.steps > self.done:
             self._show()
             sys.stderr.write("\n")
 
     def step(self, loss: float, tokens: int) -> None:
         self.steps += 1
         self.tokens += tokens
-        self.loss += (loss - self.loss) / min(self.steps, 50)
+        self.loss += (loss - self.loss) / min(self.steps - self.unknown, 50)
         now = time.monotonic()
         if self.live and now - self.shown >= 0.2:
             self.shown = now

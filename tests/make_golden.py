@@ -24,6 +24,13 @@ and of training, the losses of a model around an nn.Transformer, without and wit
     source_ids, target_ids, targets  the batches, one after the other
     losses_post, losses_pre, sgd     losses one a step: a batch each, then the first again
     state/NAME  the start of both, as PyTorch's state dict
+
+and of the optimizers adam and adamw, with three parameters, each a group with options of its own:
+
+    options     a row a group: lr, beta1, beta2, eps, weight decay
+    factors     what every lr is multiplied by, one a step
+    grad/i      the gradients of parameter i, one a step, random
+    value/i     its values, the first before all steps
 """
 
 import math
@@ -42,6 +49,7 @@ D, H, D_FF = 6, 2, 8  # d_model, heads, feed-forward
 PAD = 2
 LR, MOMENTUM, WEIGHT_DECAY, STEPS = 0.1, 0.9, 0.03, 4
 BATCHES, TRAINING_STEPS, TRAINING_LR = 3, 20, 0.03
+OPTIMIZER_STEPS = 20
 
 REAL_S = torch.arange(S) < torch.tensor([[4], [7], [2]])  # (B, S), padding on the right
 REAL_T = torch.arange(T) < torch.tensor([[5], [2], [4]])  # (B, T)
@@ -490,13 +498,44 @@ def training():
     save("training", arrays | state)
 
 
+def optimizers():
+    """Steps from gradients that are given: large, of the size of eps, and of very unequal sizes."""
+    shapes = (3, 4), (5,), (2, 3)
+    options = [
+        [0.01, 0.9, 0.999, 1e-8, 0.03],
+        [0.02, 0.5, 0.9, 1e-3, 0.0],
+        [0.005, 0.0, 0.99, 1e-5, 0.4],
+    ]
+    scales = [torch.tensor(3.0), torch.tensor(1e-3), torch.logspace(-6, 1, 6).reshape(2, 3)]
+    factors = torch.linspace(1.0, 0.1, OPTIMIZER_STEPS)
+    for name, optimizer_class in ("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW):
+        parameters = [nn.Parameter(randn(shape)) for shape in shapes]
+        grads = [scale * randn(OPTIMIZER_STEPS, *p.shape) for scale, p in zip(scales, parameters)]
+        values = [[p.detach().clone()] for p in parameters]
+        optimizer = optimizer_class([
+            {"params": [p], "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+            for p, (lr, *betas, eps, weight_decay) in zip(parameters, options)
+        ])
+        for step, factor in enumerate(factors):
+            for p, grad, group, (lr, *_) in zip(
+                parameters, grads, optimizer.param_groups, options
+            ):
+                p.grad, group["lr"] = grad[step].clone(), lr * factor.item()
+            optimizer.step()
+            for p, seen in zip(parameters, values):
+                seen.append(p.detach().clone())
+        arrays = {f"grad/{i}": grad for i, grad in enumerate(grads)}
+        arrays |= {f"value/{i}": torch.stack(seen) for i, seen in enumerate(values)}
+        save(name, arrays | {"options": options, "factors": factors})
+
+
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     FOLDER.mkdir(exist_ok=True)
     for old in FOLDER.glob("*.npz"):
         old.unlink()
-    groups = (layers, attention, blocks, transformers, nn_transformers, training)
+    groups = (layers, attention, blocks, transformers, nn_transformers, training, optimizers)
     for seed, group in enumerate(groups):
         torch.manual_seed(seed)
         group()

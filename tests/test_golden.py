@@ -1,7 +1,8 @@
 """Outputs and gradients against PyTorch's, which make_golden.py wrote to golden/*.npz in float64.
 
 make_golden.py says what the arrays are. Here each file is named beside the layer that must give the
-same: every output, every input's gradient and every parameter's gradient, to 1e-10.
+same: every output, every input's gradient and every parameter's gradient, to 1e-10; and the
+optimizers' values after every step, to 1e-12.
 """
 
 from functools import partial
@@ -33,9 +34,9 @@ from npdecoder import (
     log_softmax,
     softmax,
 )
-from npdecoder.core import Layer
+from npdecoder.core import Layer, Parameter
 from npdecoder.interop import load_torch_state_dict
-from npdecoder.optim import SGD
+from npdecoder.optim import SGD, Adam, AdamW
 
 FOLDER = Path(__file__).with_name("golden")
 PAD = 2
@@ -160,6 +161,8 @@ TRANSFORMERS = {
         "final_norm": True, "tie_embeddings": "all",
     }),
 }
+
+OPTIMIZERS = {"adam": Adam, "adamw": AdamW}
 
 
 def load(name):
@@ -297,6 +300,32 @@ def test_twenty_training_losses(norm):
     assert_same(losses, golden[f"losses_{norm}"], "losses")
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_twenty_steps_of_an_optimizer(name):
+    """Every value after every step, to 1e-12."""
+    golden, _ = load(name)
+    grads, values = part(golden, "grad/"), part(golden, "value/")
+    parameters = {i: Parameter(value[0].copy()) for i, value in values.items()}
+    groups = [
+        {"params": p, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        for p, (lr, *betas, eps, weight_decay) in zip(
+            parameters.values(), golden["options"].tolist()
+        )
+    ]
+    optimizer = OPTIMIZERS[name](groups, lr=0.01)
+    for step, factor in enumerate(golden["factors"]):
+        for i, parameter in parameters.items():
+            parameter.grad = grads[i][step]
+        optimizer.lr = 0.01 * factor
+        optimizer.step()
+        for i, parameter in parameters.items():
+            expected = values[i][step + 1]
+            np.testing.assert_allclose(
+                parameter.value, expected, rtol=1e-12, atol=1e-12, err_msg=f"{i}, step {step + 1}"
+            )
+    assert optimizer.steps == 20
+
+
 def test_every_case_has_a_file_and_every_file_is_used():
-    cases = [*LAYERS, *FUNCTIONS, *TRANSFORMERS, "training"]
+    cases = [*LAYERS, *FUNCTIONS, *TRANSFORMERS, "training", *OPTIMIZERS]
     assert sorted(cases) == sorted(file.stem for file in FOLDER.glob("*.npz"))

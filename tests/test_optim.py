@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npdecoder.core import Array, Layer, Parameter
+from npdecoder.models import LanguageModel, LanguageModelConfig
 from npdecoder.optim import (
     SGD,
+    Adam,
+    AdamW,
     Optimizer,
     Schedule,
     clip_grad_norm,
     constant_schedule,
     cosine_schedule,
+    decay_groups,
     linear_schedule,
     noam_schedule,
 )
@@ -177,13 +182,23 @@ def test_a_new_lr_applies_to_the_past_gradients_too() -> None:
     assert p.value[0] == pytest.approx(-1.0 - 0.5 * 1.9, abs=1e-15)
 
 
+ADAM_OPTIONS = {"betas": (np.float64(0.9), np.float64(0.99)), "eps": np.float64(1e-8)}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_dtype_stays(dtype: Any) -> None:
+@pytest.mark.parametrize(
+    ("make", "options", "names"),
+    [
+        (SGD, {"momentum": np.float64(0.9)}, ["momentum"]),
+        (Adam, ADAM_OPTIONS, ["m", "v"]),
+        (AdamW, ADAM_OPTIONS, ["m", "v"]),
+    ],
+)
+def test_the_dtype_stays(make: Any, options: Any, names: list[str], dtype: Any) -> None:
     """NumPy 2 computes in float64 what a np.float64 touches; options of that type are usual."""
     parameters = make_parameters(0, dtype)
-    optimizer = SGD(
-        parameters, np.float64(0.1), momentum=np.float64(0.9), weight_decay=np.float64(0.01)
-    )
+    before = [p.value.copy() for p in parameters]
+    optimizer = make(parameters, np.float64(0.1), weight_decay=np.float64(0.01), **options)
     for n in range(1, 4):
         set_gradients(parameters, n)
         optimizer.lr = np.float64(0.1) / n
@@ -191,8 +206,11 @@ def test_the_dtype_stays(dtype: Any) -> None:
         optimizer.step()
     state = optimizer.state_dict()
     for i, p in enumerate(parameters):
-        assert p.value.dtype == p.grad.dtype == state[f"momentum.{i}"].dtype == dtype
-        assert state[f"momentum.{i}"].shape == p.shape
+        assert p.value.dtype == p.grad.dtype == dtype
+        assert not np.array_equal(p.value, before[i])
+        for name in names:
+            assert state[f"{name}.{i}"].dtype == dtype
+            assert state[f"{name}.{i}"].shape == p.shape
     assert type(optimizer.lr) is float
 
 
@@ -205,13 +223,13 @@ def test_float32_is_computed_in_float32() -> None:
     assert np.array_equal(p.value, expected)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_views_stay_true(momentum: float) -> None:
+@pytest.mark.parametrize("make", [SGD, partial(SGD, momentum=0.9), Adam, AdamW])
+def test_views_stay_true(make: Any) -> None:
     parameters = make_parameters(1)
     values = [p.value for p in parameters]
     grads = [p.grad for p in parameters]
     row = parameters[2].value[1]
-    optimizer = SGD(parameters, 0.1, momentum=momentum, weight_decay=0.1)
+    optimizer = make(parameters, 0.1, weight_decay=0.1)
     before = row.copy()
     train(optimizer, constant_schedule(0.1), 3)
     assert all(p.value is value for p, value in zip(parameters, values))
@@ -220,9 +238,10 @@ def test_views_stay_true(momentum: float) -> None:
     assert not np.array_equal(row, before)
 
 
-def test_a_step_leaves_the_gradients() -> None:
+@pytest.mark.parametrize("make", [partial(SGD, momentum=0.9), Adam, AdamW])
+def test_a_step_leaves_the_gradients(make: Any) -> None:
     parameters = make_parameters(2)
-    optimizer = SGD(parameters, 0.1, momentum=0.9, weight_decay=0.1)
+    optimizer = make(parameters, 0.1, weight_decay=0.1)
     for n in (1, 2):
         set_gradients(parameters, n)
         before = [p.grad.copy() for p in parameters]
@@ -268,7 +287,328 @@ def test_momentum_follows_astype() -> None:
     np.testing.assert_allclose(layer.W.value, expected, rtol=1e-15)
 
 
+# Adam and AdamW
+
+both = pytest.mark.parametrize("make", [Adam, AdamW])
+
+
+def adam_by_hand(
+    value: float, grads: list[float], rates: list[float], decoupled: bool,
+    beta1: float, beta2: float, eps: float, weight_decay: float,
+) -> list[float]:  # fmt: skip
+    """One number, as the papers have it: each line an equation, in Python's floats."""
+    m = v = 0.0
+    values = []
+    for n, (g, lr) in enumerate(zip(grads, rates), start=1):
+        if not decoupled:
+            g = g + weight_decay * value
+        m = beta1 * m + (1.0 - beta1) * g
+        v = beta2 * v + (1.0 - beta2) * g * g
+        m_hat = m / (1.0 - beta1**n)
+        v_hat = v / (1.0 - beta2**n)
+        step = m_hat / (math.sqrt(v_hat) + eps)
+        if decoupled:
+            step = step + weight_decay * value
+        value = value - lr * step
+        values.append(value)
+    return values
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    make=st.sampled_from([Adam, AdamW]),
+    lr=st.sampled_from([0.0, 1e-3, 0.3]),
+    betas=st.sampled_from([(0.9, 0.999), (0.0, 0.5), (0.5, 0.0), (0.99, 0.9), (0.0, 0.0)]),
+    eps=st.sampled_from([1e-8, 1e-3, 1.0]),
+    weight_decay=st.sampled_from([0.0, 0.01, 0.5]),
+)
+def test_adam_equals_its_equations(
+    seed: int, make: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    parameter = Parameter(rng.normal(size=(3, 2)))
+    before = parameter.value.copy()
+    grads = rng.normal(size=(6, 3, 2)) * [1.0, 1e-3]  # of the size of eps too
+    rates = [lr / n for n in range(1, 7)]
+    optimizer = make([parameter], lr, betas, eps, weight_decay)
+    found = []
+    for grad, rate in zip(grads, rates):
+        parameter.grad = grad
+        optimizer.lr = rate
+        optimizer.step()
+        assert np.array_equal(parameter.grad, grad)
+        found.append(parameter.value.copy())
+    for place in np.ndindex(3, 2):
+        expected = adam_by_hand(
+            before[place], grads[(slice(None), *place)].tolist(), rates, make is AdamW,
+            *betas, eps, weight_decay,
+        )  # fmt: skip
+        np.testing.assert_allclose(
+            np.array(found)[(slice(None), *place)], expected, rtol=1e-12, atol=1e-14
+        )
+
+
+@both
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.9), (0.99, 0.5)])
+@pytest.mark.parametrize("grad", [1e-6, -1e-3, 1.0, -1e5])
+def test_every_step_of_a_constant_gradient_is_lr(
+    make: Any, betas: tuple[float, float], grad: float
+) -> None:
+    """The first one above all: without the two corrections it would be of another size."""
+    p = one(0.5, grad)
+    optimizer = make([p], lr=0.01, betas=betas, eps=0.0, weight_decay=0.0)
+    for n in range(1, 6):
+        optimizer.step()
+        assert p.value[0] == pytest.approx(0.5 - math.copysign(0.01 * n, grad), rel=0, abs=1e-14)
+
+
+@both
+def test_eps_is_added_to_the_root(make: Any) -> None:
+    """Of a gradient as large as eps the first step is half of lr; in the root, a hundredth."""
+    p = one(0.0, 1e-4)
+    make([p], lr=0.1, eps=1e-4, weight_decay=0.0).step()
+    assert p.value[0] == pytest.approx(-0.05, rel=1e-12)
+
+
+def test_the_defaults_are_those_of_the_papers() -> None:
+    adam, adamw = Adam([one()]), AdamW([one()])
+    assert adam.lr == adamw.lr == 1e-3
+    options = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+    assert adam.groups[0].options == options
+    assert adamw.groups[0].options == {**options, "weight_decay": 0.01}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adamw_decays_apart_from_the_gradient(dtype: Any) -> None:
+    """Where it is zero, every update multiplies by 1 - lr * weight_decay, exactly."""
+    parameters = make_parameters(3, dtype)
+    expected = [p.value.copy() for p in parameters]
+    optimizer = AdamW(parameters, lr=0.25, weight_decay=0.5)
+    for lr in (0.25, 0.1, 0.003):
+        optimizer.lr = lr
+        optimizer.step()
+        for p, value in zip(parameters, expected):
+            value *= 1.0 - lr * 0.5
+            assert np.array_equal(p.value, value)
+
+
+def test_the_decay_of_adam_goes_through_its_gradient() -> None:
+    """So that where the gradient is zero it moves all numbers alike, by lr, however large."""
+    p = Parameter(np.array([3.0, -0.2, 0.01]))
+    Adam([p], lr=0.001, eps=0.0, weight_decay=0.5).step()
+    np.testing.assert_allclose(p.value, [2.999, -0.199, 0.009], rtol=1e-14)
+
+
+def test_without_decay_the_two_are_one() -> None:
+    found = []
+    for make in (Adam, AdamW):
+        parameters = make_parameters(4, np.float32)
+        train(make(parameters, weight_decay=0.0), noam_schedule(8, 4), 5)
+        found.append([p.value.tobytes() for p in parameters])
+    assert found[0] == found[1]
+
+
+OWN = {"lr": 0.03, "betas": (0.5, 0.75), "eps": 1e-2, "weight_decay": 0.2}
+
+
+@both
+@pytest.mark.parametrize("names", [["lr"], ["betas"], ["eps"], ["weight_decay"], list(OWN)])
+def test_a_group_has_options_of_its_own(make: Any, names: list[str]) -> None:
+    """It is updated as by an optimizer of its own, and the other group as ever."""
+    own = {name: OWN[name] for name in names}
+    common: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+    apart, together = make_parameters(6), make_parameters(6)
+    optimizers = [make(apart[:2], **common), make(apart[2:], **{**common, **own})]
+    grouped = make([{"params": together[:2]}, {"params": together[2:], **own}], **common)
+    for n in range(1, 5):
+        set_gradients(together, n)
+        set_gradients(apart, n)
+        for optimizer in (*optimizers, grouped):
+            optimizer.step()
+    for p, q in zip(apart, together):
+        np.testing.assert_allclose(q.value, p.value, rtol=1e-13)
+    assert "betas" not in grouped.groups[1].options
+    group = {"params": [one()], "betas": (0.1, 0.2)}
+    make([group])
+    assert group.keys() == {"params", "betas"}  # the caller's own dict
+
+
+@both
+@pytest.mark.parametrize(
+    ("betas", "error", "words"),
+    [
+        (0.9, TypeError, "betas is 0.9, expected a pair"),
+        ((0.9,), TypeError, "betas is .*expected a pair"),
+        ((0.9, 0.99, 0.999), TypeError, "betas is .*expected a pair"),
+        ((), TypeError, "betas is .*expected a pair"),
+        (None, TypeError, "betas is None, expected a pair"),
+        ((1.0, 0.9), ValueError, r"beta1\b.* is 1.0"),
+        ((0.9, 1.0), ValueError, r"beta2\b.* is 1.0"),
+        ((1.5, 0.9), ValueError, r"beta1\b.* is 1.5"),
+        ((-0.1, 0.9), ValueError, r"beta1\b.* is -0.1"),
+        ((0.9, -0.1), ValueError, r"beta2\b.* is -0.1"),
+        ((math.nan, 0.9), ValueError, r"beta1\b.* is nan"),
+        ((0.9, math.nan), ValueError, r"beta2\b.* is nan"),
+        ((0.9, math.inf), ValueError, r"beta2\b.* is inf"),
+        (("0.9", 0.9), TypeError, r"beta1\b.* is '0.9'"),
+        ((0.9, None), TypeError, r"beta2\b.* is None"),
+        ((True, 0.9), TypeError, r"beta1\b.* is True"),
+    ],
+)
+def test_betas_are_checked(make: Any, betas: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make([one()], betas=betas)
+    with pytest.raises(error, match=words):
+        make([{"params": one()}, {"params": one(), "betas": betas}])
+
+
+@both
+@pytest.mark.parametrize("name", ["beta1", "beta2"])
+def test_the_betas_of_a_group_may_have_the_names_of_the_state_dict(make: Any, name: str) -> None:
+    """And are checked under these too."""
+    assert make([{"params": one(), name: 0.25}]).groups[0].options[name] == 0.25
+    for bad, error in ((1.0, ValueError), (-0.1, ValueError), (None, TypeError)):
+        with pytest.raises(error, match=f"{name} of .* is"):
+            make([{"params": one(), name: bad}])
+
+
+@both
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
+def test_other_options_of_adam_are_checked(make: Any, name: str) -> None:
+    for bad, error in ((-0.1, ValueError), (math.nan, ValueError), (math.inf, ValueError),
+                       ("1", TypeError), (None, TypeError), (True, TypeError)):  # fmt: skip
+        with pytest.raises(error, match=f"{name} "):
+            make([one()], **{name: bad})
+        with pytest.raises(error, match=f"{name} of group 1"):
+            make([{"params": one()}, {"params": one(), name: bad}])
+
+
+@both
+def test_unknown_options_of_adam_are_named(make: Any) -> None:
+    for name in ("beta", "momentum", "amsgrad", "weight-decay"):
+        with pytest.raises(ValueError, match=f"group 1 has the unknown option '{name}'"):
+            make([{"params": one()}, {"params": one(), name: 0.5}])
+        with pytest.raises(TypeError, match=name):
+            make([one()], **{name: 0.5})
+
+
+@both
+def test_what_adam_remembers_is_made_at_the_start_and_is_zero(make: Any) -> None:
+    state = make(make_parameters(5, np.float32)).state_dict()
+    arrays = {name: v for name, v in state.items() if isinstance(v, np.ndarray)}
+    assert list(arrays) == [f"{name}.{i}" for i in range(4) for name in ("m", "v")]
+    assert not any(array.any() for array in arrays.values())
+
+
+@pytest.mark.parametrize("make", [lambda p: SGD(p, 0.1, momentum=0.9), Adam, AdamW])
+@pytest.mark.parametrize(("old", "new"), [(np.float32, np.float64), (np.float64, np.float32)])
+def test_the_state_follows_astype(make: Any, old: Any, new: Any) -> None:
+    """After it the run goes on as one whose state was converted by hand."""
+
+    class Tiny(Layer):
+        def __init__(self) -> None:
+            self.W = Parameter(np.array([0.1, 0.2], old))
+
+    layer = Tiny()
+    optimizer = make(layer.parameters())
+    train(optimizer, constant_schedule(0.1), 2)
+    saved = optimizer.state_dict()
+    layer.astype(new)
+    other = Parameter(layer.W.value.copy())
+    expected = make([other])
+    expected.load_state_dict(
+        {k: v.astype(new) if isinstance(v, np.ndarray) else v for k, v in saved.items()}
+    )
+    train(optimizer, constant_schedule(0.1), 2)
+    train(expected, constant_schedule(0.1), 2)
+    assert layer.W.value.dtype == new
+    assert np.array_equal(layer.W.value, other.value)
+    for name, value in optimizer.state_dict().items():
+        assert np.asarray(value).dtype == np.asarray(expected.state_dict()[name]).dtype
+        assert np.array_equal(value, expected.state_dict()[name])
+
+
+# Groups that decay matrices alone
+
+
+def test_matrices_decay_and_biases_and_norms_do_not() -> None:
+    config = LanguageModelConfig(
+        11, d_model=8, num_heads=2, num_layers=2, max_len=6, positions="learned",
+        attention_bias=True, output_bias=True, tie_embeddings="target_output",
+    )  # fmt: skip
+    model = LanguageModel(config, 0)
+    names = {id(p): name for name, p in model.named_parameters()}
+    matrices, others = decay_groups(model.parameters(), 0.1)
+    assert matrices["weight_decay"] == 0.1
+    assert others["weight_decay"] == 0.0
+    leaves = [{names[id(p)].rpartition(".")[2] for p in group["params"]}
+              for group in (matrices, others)]
+    assert leaves == [{"W", "P"}, {"b", "gamma", "beta"}]
+    assert len(matrices["params"]) + len(others["params"]) == len(names)
+
+    optimizer = AdamW([matrices, others], lr=0.5)
+    before = {name: p.value.copy() for name, p in model.named_parameters()}
+    optimizer.step()  # of no gradient at all
+    for name, p in model.named_parameters():
+        decayed = np.float32(0.95) * before[name] if p.value.ndim == 2 else before[name]
+        np.testing.assert_allclose(p.value, decayed, rtol=1e-6, err_msg=name)
+
+
+def test_decay_groups_of_any_parameters() -> None:
+    scalar, vector, matrix, cube = make_parameters(0)
+    groups = decay_groups([scalar, matrix, vector, matrix, cube, scalar], 0.25)
+    assert [group["weight_decay"] for group in groups] == [0.25, 0.0]
+    assert [list(map(id, group["params"])) for group in groups] == [
+        [id(matrix), id(cube)], [id(scalar), id(vector)],
+    ]
+    assert decay_groups(iter([matrix]), 0.5) == [{"params": [matrix], "weight_decay": 0.5}]
+    assert decay_groups([vector], 0.5) == [{"params": [vector], "weight_decay": 0.0}]
+    assert decay_groups([], 0.5) == []
+    with pytest.raises(TypeError, match=r"layer\.parameters\(\)"):
+        decay_groups([matrix.value], 0.5)
+    with pytest.raises(TypeError, match=r"layer\.parameters\(\)"):
+        decay_groups({matrix}, 0.5)
+    with pytest.raises(ValueError, match="weight_decay"):
+        AdamW(decay_groups([matrix, vector], -0.5))
+
+
 # A Parameter listed twice, tied weights
+
+
+@both
+def test_adam_steps_a_parameter_listed_twice_once(make: Any) -> None:
+    """Twice would move it by 2 lr, with moments of its own for each."""
+    p, q, alone = one(), one(), one()
+    optimizer = make([{"params": [q]}, {"params": [p, p]}], lr=0.1, weight_decay=0.0)
+    other = make([alone], lr=0.1, weight_decay=0.0)
+    for _ in range(3):
+        optimizer.step()
+        other.step()
+        assert p.value[0] == q.value[0] == alone.value[0]
+    assert p.value[0] == pytest.approx(0.7, rel=1e-7)
+    assert [name for name in optimizer.state_dict() if name[:2] == "m."] == ["m.0", "m.1"]
+    with pytest.raises(ValueError, match="two groups"):
+        make([{"params": [p]}, {"params": [q, p]}])
+
+
+@both
+def test_a_tied_table_is_stepped_once(make: Any) -> None:
+    """Where one table is read and speaks, both its gradients make one step of it."""
+    config = LanguageModelConfig(
+        5, d_model=4, num_heads=1, num_layers=1, max_len=4, tie_embeddings="target_output"
+    )
+    model = LanguageModel(config, 0, dtype=np.float64)
+    table = model.embedding.W
+    assert model.output.W is table
+    optimizer = make(model.parameters(), lr=0.01, eps=0.0, weight_decay=0.0)
+    before = table.value.copy()
+    logits, ctx = model.forward(np.array([[0, 1, 2, 3]]))
+    model.backward(ctx, np.random.default_rng(0).normal(size=logits.shape))
+    optimizer.step()
+    np.testing.assert_allclose(np.abs(table.value - before), 0.01, rtol=1e-9)
+    assert model.output.W is model.embedding.W
+    count = len(model.parameters())
+    assert sum(name.startswith("m.") for name in optimizer.state_dict()) == count
 
 
 @pytest.mark.parametrize(("momentum", "right", "wrong"), [(0.0, 0.8, 0.6), (0.9, 0.71, 0.339)])
@@ -480,25 +820,44 @@ def three_groups(parameters: list[Parameter]) -> SGD:
     )
 
 
+def three_groups_of_adam(make: Any, parameters: list[Parameter]) -> Adam:
+    groups = [
+        {"params": parameters[0]},
+        {"params": parameters[1:3], "lr": 0.03, "weight_decay": 0.0},
+        {"params": parameters[3:], "betas": (0.5, 0.75), "eps": 1e-3},
+    ]
+    optimizer: Adam = make(groups, lr=0.1, betas=(0.7, 0.95), weight_decay=0.01)
+    return optimizer
+
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "SGD": three_groups,
+    "Adam": partial(three_groups_of_adam, Adam),
+    "AdamW": partial(three_groups_of_adam, AdamW),
+}
+every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("store", [through_npz, through_npz_and_json, through_json])
+@every_optimizer
 def test_a_resumed_run_is_bit_identical(
-    store: Callable[..., Any], dtype: Any, tmp_path: Path
+    make: Callable[..., Optimizer], store: Callable[..., Any], dtype: Any, tmp_path: Path
 ) -> None:
     schedule = noam_schedule(8, 4)
     whole = make_parameters(5, dtype)
-    uninterrupted = three_groups(whole)
+    uninterrupted = make(whole)
     train(uninterrupted, schedule, 10)
 
     first_half = make_parameters(5, dtype)
-    optimizer = three_groups(first_half)
+    optimizer = make(first_half)
     train(optimizer, schedule, 5)
     stored = store(optimizer.state_dict(), tmp_path)
 
     second_half = make_parameters(6, dtype)
     for p, q in zip(second_half, first_half):
         p.value = q.value
-    resumed = three_groups(second_half)
+    resumed = make(second_half)
     resumed.load_state_dict(stored)
     assert resumed.steps == 5
     assert resumed.lr == optimizer.lr
@@ -525,9 +884,19 @@ def test_the_names_of_the_state() -> None:
     ]  # fmt: skip
 
 
-def test_the_state_is_a_copy_both_ways() -> None:
-    parameters = make_parameters(8)
-    optimizer = SGD(parameters, 0.1, momentum=0.9)
+@both
+def test_the_names_of_the_state_of_adam(make: Any) -> None:
+    names = ("lr_scale", "beta1", "beta2", "eps", "weight_decay")
+    assert list(three_groups_of_adam(make, make_parameters(7)).state_dict()) == [
+        "lr", "steps",
+        *[f"group.{i}.{name}" for i in range(3) for name in names],
+        *[f"{name}.{i}" for i in range(4) for name in ("m", "v")],
+    ]  # fmt: skip
+
+
+@every_optimizer
+def test_the_state_is_a_copy_both_ways(make: Callable[..., Optimizer]) -> None:
+    optimizer = make(make_parameters(8))
     train(optimizer, constant_schedule(0.1), 1)
     state = optimizer.state_dict()
     before = {name: np.array(value) for name, value in state.items()}
@@ -566,32 +935,46 @@ def assert_refused(optimizer: Optimizer, state: Mapping[str, Any], *words: str) 
         assert np.array_equal(value, before[name]), name
 
 
-def changed_states() -> Iterator[tuple[SGD, dict[str, Any]]]:
-    trained = three_groups(make_parameters(9))
+def changed_states(
+    make: Callable[..., Optimizer] = three_groups,
+) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
+    trained = make(make_parameters(9))
     train(trained, constant_schedule(0.2), 3)
     for _ in trained.state_dict():
-        yield three_groups(make_parameters(9)), trained.state_dict()
+        yield make(make_parameters(9)), trained.state_dict()
 
 
-def test_every_entry_is_needed() -> None:
-    for i, (optimizer, state) in enumerate(changed_states()):
+@every_optimizer
+def test_every_entry_is_needed(make: Callable[..., Optimizer]) -> None:
+    for i, (optimizer, state) in enumerate(changed_states(make)):
         name = list(state)[i]
         del state[name]
         assert_refused(optimizer, state, f"missing {name}")
 
 
 @pytest.mark.parametrize("bad", ["x", None, True, -1.0, math.nan, math.inf, 1j, {}])
-def test_every_number_is_checked(bad: Any) -> None:
-    for i, (optimizer, state) in enumerate(changed_states()):
+@every_optimizer
+def test_every_number_is_checked(make: Callable[..., Optimizer], bad: Any) -> None:
+    for i, (optimizer, state) in enumerate(changed_states(make)):
         name = list(state)[i]
         if not isinstance(state[name], np.ndarray):
             state[name] = bad
             assert_refused(optimizer, state, name)
 
 
+@both
+def test_loaded_betas_are_checked(make: Any) -> None:
+    """They could not be given to the constructor either: the next step would divide by zero."""
+    optimizer, state = next(changed_states(partial(three_groups_of_adam, make)))
+    for name in ("group.0.beta1", "group.2.beta2"):
+        for bad in (1.0, 1.5):
+            assert_refused(optimizer, {**state, name: bad}, name.rpartition(".")[2])
+
+
 @pytest.mark.parametrize("bad", ["x", None, [[1.0, 2.0]], [1, 2, 3], {}])
-def test_every_array_is_checked(bad: Any) -> None:
-    for i, (optimizer, state) in enumerate(changed_states()):
+@every_optimizer
+def test_every_array_is_checked(make: Callable[..., Optimizer], bad: Any) -> None:
+    for i, (optimizer, state) in enumerate(changed_states(make)):
         name = list(state)[i]
         if isinstance(state[name], np.ndarray):
             state[name] = bad
@@ -622,6 +1005,19 @@ def test_states_of_other_optimizers() -> None:
     assert_refused(heavy, plain.state_dict(), "missing momentum.0", "missing momentum.1")
     assert_refused(grouped, plain.state_dict(), "missing group.1.lr_scale")
     assert_refused(plain, {}, "missing lr", "missing steps")
+
+
+@both
+def test_states_of_sgd_and_adam_are_not_exchanged(make: Any) -> None:
+    p, q = one(), one()
+    adam, fewer = make([p, q]), make([p])
+    for sgd in (SGD([p, q], 0.1), SGD([p, q], 0.1, momentum=0.9)):
+        assert_refused(adam, sgd.state_dict(), "missing m.0", "missing v.1", "beta1", "momentum")
+        assert_refused(sgd, adam.state_dict(), "unexpected m.0", "unexpected v.1", "beta2", "eps")
+    assert_refused(adam, fewer.state_dict(), "missing m.1", "missing v.1")
+    assert_refused(fewer, adam.state_dict(), "unexpected m.1", "unexpected v.1")
+    grouped = make([{"params": p}, {"params": q}])
+    assert_refused(adam, grouped.state_dict(), "unexpected group.1.beta1")
 
 
 def test_a_state_of_another_width() -> None:
@@ -901,4 +1297,5 @@ def test_nothing_warns_on_the_usual_path() -> None:
     parameters = make_parameters(10, np.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        train(SGD(parameters, 0.1, momentum=0.9), noam_schedule(8, 2), 3)
+        for optimizer in (SGD(parameters, 0.1, momentum=0.9), Adam(parameters), AdamW(parameters)):
+            train(optimizer, noam_schedule(8, 2), 3)

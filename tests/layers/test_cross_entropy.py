@@ -195,6 +195,37 @@ def test_targets_of_any_integer_dtype(dtype):
         assert found[2].count == expected[2].count
 
 
+@given(rank=st.integers(0, 3), ignore=st.sampled_from([None, -100, 0, 1, 9]), seed=seeds)
+def test_count_is_what_forward_divides_by(rank, ignore, seed):
+    rng = np.random.default_rng(seed)
+    targets = rng.integers(0, 5, (2, 3, 4)[:rank])
+    if ignore is not None:
+        targets = np.where(rng.random(targets.shape) < 0.4, ignore, targets)
+    layer = CrossEntropy(ignore)
+    _, ctx = layer.forward(rng.standard_normal((*targets.shape, 5)), targets)
+    assert layer.count(targets) == ctx.count == layer.count(targets.tolist())
+    assert type(layer.count(targets)) is int
+
+
+def test_count_values():
+    targets = [[0, 4, -100], [-100, 1, 4]]
+    counts = {ignore: CrossEntropy(ignore).count(targets) for ignore in (None, -100, 4, 0, 9)}
+    assert counts == {None: 6, -100: 4, 4: 4, 0: 5, 9: 6}
+    layer = CrossEntropy(-100, label_smoothing=0.3)
+    assert layer.count(targets) == 4
+    assert (layer.count(-100), layer.count(3)) == (0, 1)
+    assert layer.count(np.full((2, 3), -100)) == 0
+    assert layer.count(np.zeros((2, 0), int)) == 0
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u1", ">i2", "u4", ">u8"])
+def test_count_of_targets_of_any_integer_dtype(dtype):
+    targets = np.array([[0, 4, 1], [1, 2, 3]]).astype(dtype)
+    assert CrossEntropy(1).count(targets) == 4
+    assert CrossEntropy(-100).count(targets) == CrossEntropy(300).count(targets) == 6
+    assert CrossEntropy(1).count(targets.T[::2]) == 2
+
+
 BAD = [
     (np.zeros((2, 5)), [0, 5], IndexError, r"targets\[1\] is 5, expected an id in \[0, 5\)"),
     (np.zeros((2, 5)), [-4, 0], IndexError, r"targets\[0\] is -4"),
