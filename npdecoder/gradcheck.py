@@ -333,13 +333,17 @@ class _Check:
             kinks, misses = 0, 0
             zero = bool(np.abs(a).max(initial=0.0) <= ZERO)
             if not scale <= ZERO:
+                wrong = 0  # beyond a dozen it is no accident: the others are as they are
                 for i in np.flatnonzero(~(np.abs(a - n) <= self.tolerance * scale)):
+                    if wrong == 12:
+                        break
                     n[i], kink = self.second_look(
                         array, start, moves[i], slopes[i], a[i], scale, zero
                     )
                     between = n[i] == a[i]
                     kinks += kink and between
                     misses += kink and not between
+                    wrong += not (np.abs(a[i] - n[i]) <= self.tolerance * scale or kink)
             if mode == "full":
                 self.compared[name] = analytic, n.reshape(array.shape), misses
             error = _relative_error(a, n)
@@ -390,8 +394,11 @@ class _Check:
         if isinstance(keywords.get("rng"), int):
             keywords["rng"] = np.random.default_rng(keywords["rng"])
         facts = Facts(self.layer, self.inputs, keywords, tensors, self.y, self.dy, gradients)
-        with np.errstate(all="ignore"):
-            return find_hints(facts, lambda part, inputs, kw: gradcheck(part, *inputs, **kw))
+        try:
+            with np.errstate(all="ignore"):
+                return find_hints(facts, lambda part, inputs, kw: gradcheck(part, *inputs, **kw))
+        except Exception:  # of a layer that cannot be called so often: the report stands without
+            return []
 
     def slopes(
         self, array: Array, start: Array, move: Callable[[float], Array], h: float

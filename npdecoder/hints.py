@@ -8,15 +8,18 @@ wrong by itself, or where does the gradient that flows between them first go wro
 The hints are sentences that begin with what they see:
 
     zero everywhere, sign flipped, constant factor, transposed, swapped, overwritten,
-    residual path missing, residual path doubled, left out of a sum, gamma left out,
-    sum where mean was taken, term missing, tied use missing, only masked positions wrong,
-    only one head wrong, only one place wrong, wiring, kink
+    residual path missing, residual path doubled, left out of a sum, added twice, wrong tensor,
+    gamma left out, sum where mean was taken, term missing, tied use missing,
+    only masked positions wrong, only one head wrong, only one place wrong, not finite,
+    in a part, wiring, kink
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -24,8 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from npdecoder.core import Array, Parameter, find_parameters
-from npdecoder.trace import BACKWARD, FORWARD, Call, Trace, named_layers
+from npdecoder.trace import BACKWARD, FORWARD, Trace, named_layers
 
+UNNAMED = ", entry by entry, which is none of the sizes"
 CLOSE = 1e-4  # two arrays are the same if they differ by less than this part of the largest entry
 BUDGET = 40_000  # forward passes that the search among the parts may cost
 
@@ -64,19 +68,24 @@ def find_hints(
     if all(tensor.kinks for tensor in failed):
         return [f"kink: {_names(failed)} stands where a ReLU (or a maximum) has no slope. This is "
                 "not an error of backward: move the input off it"]
-    found: list[tuple[tuple[str, ...], str]] = [*_overwritten(failed), *_swapped(failed)]
+    found: list[tuple[tuple[str, ...], str]] = [
+        *_overwritten(failed), *_swapped(failed), *_of_another(facts, failed)
+    ]  # fmt: skip
     told = {name for names, _ in found for name in names}
-    for look in (_residual(facts), _alone(facts), _norm(facts), _tied(facts)):
+    looks = (_alone(facts), _residual(facts), _rules(facts), _norm(facts), _tied(facts))
+    for look in looks:
         for tensor in failed:
             if tensor.name not in told:
                 hint = look(tensor)
                 if hint is not None:
                     told.add(tensor.name)
                     found.append(((tensor.name,), hint))
-    hints = _merged(found)
-    if len(told) < len(failed):
+    # a factor without a name explains little: it may be what a fault further on happens to do
+    named = [item for item in found if not item[1].endswith(UNNAMED)]
+    hints = _merged(named)
+    if len(told) < len(failed) or len(named) < len(found):
         hints += _parts(facts, recheck)
-    return hints
+    return hints + _merged([item for item in found if item not in named])
 
 
 def _merged(found: list[tuple[tuple[str, ...], str]]) -> list[str]:
@@ -124,6 +133,17 @@ def _swapped(failed: list[Tensor]) -> list[tuple[tuple[str, ...], str]]:
     return found
 
 
+def _of_another(facts: Facts, failed: list[Tensor]) -> list[tuple[tuple[str, ...], str]]:
+    found: list[tuple[tuple[str, ...], str]] = []
+    for tensor in failed:
+        for other in facts.tensors:
+            if other.ok and other.numeric.any() and _same(tensor.analytic, other.numeric):
+                hint = f"wrong tensor: it holds, entry by entry, the gradient of {other.name}"
+                found.append(((tensor.name,), hint))
+                break
+    return found
+
+
 def _alone(facts: Facts) -> Callable[[Tensor], str | None]:
     """What one tensor says by itself."""
     sizes = _sizes(facts)
@@ -133,14 +153,18 @@ def _alone(facts: Facts) -> Callable[[Tensor], str | None]:
         a, n = tensor.analytic, tensor.numeric
         if a.ndim >= 2 and _same(a.swapaxes(-1, -2), n):
             return "transposed: with its last two axes exchanged it is right"
-        if a.shape != n.shape or not np.isfinite(a).all():
+        if a.shape != n.shape:
             return None
+        if not np.isfinite(a).all():
+            return "not finite: backward gives infinity or NaN"
         largest = float(np.abs(n).max(initial=0.0))
         if not a.any():
+            if tensor.is_input and any(past and _same(n, g) for _, g, past in _flows(facts)):
+                return None  # more than that can be said
             return f"zero everywhere: backward gives only 0, the differences up to {largest:.3g}"
         if largest > 0.0:
             c = float((a * n).sum() / (n * n).sum())
-            if c != 0.0 and _same(a, c * n):
+            if c != 0.0 and _same(a, c * n) and not (abs(c - 2.0) < 1e-3 and _is_residual(facts)):
                 return _factor(c, a.size, sizes)
         wrong = _wrong(tensor)
         if not np.abs(n[wrong]).max(initial=0.0) > 1e-8 * max(largest, np.abs(a).max()):
@@ -148,7 +172,7 @@ def _alone(facts: Facts) -> Callable[[Tensor], str | None]:
                     f"not depend on, of gradient 0 ({int(wrong.sum())} of {wrong.size} entries)")
         head = _one_head(wrong, heads)
         if head is not None:
-            return f"only one head wrong: all wrong entries are in head {head} of {heads or 'them'}"
+            return f"only one head wrong: all wrong entries are in head {head} (counted from 0)"
         return _one_index(wrong)
 
     return look
@@ -164,11 +188,11 @@ def _factor(c: float, size: int, sizes: dict[str, float]) -> str | None:
              if abs(abs(c) / value - 1.0) < 1e-3]
     which += [f"{sign}1/{name}" for name, value in sizes.items()
               if abs(abs(c) * value - 1.0) < 1e-3]
-    named = f" = {' = '.join(which)}" if which else ""
-    counts = [name for name in which if not name.startswith(("-", "1/", "sqrt"))]
-    if counts and "N" in counts:
-        named += ", a sum where mean was taken"
-    return f"constant factor: backward is {c:.6g}{named} times the differences, entry by entry"
+    hint = f"constant factor: backward is {c:.6g} times the differences"
+    if not which:
+        return hint + UNNAMED
+    counted = " (a sum where mean was taken)" if "N" in which else ""
+    return f"{hint}, entry by entry, which may be {' or '.join(which)}{counted}"
 
 
 def _sizes(facts: Facts) -> dict[str, float]:
@@ -272,6 +296,8 @@ def _residual(facts: Facts) -> Callable[[Tensor], str | None]:
     def look(tensor: Tensor) -> str | None:
         if not tensor.is_input or tensor.analytic.shape != tensor.numeric.shape:
             return None
+        if not tensor.numeric.any():
+            return None
         missing = tensor.numeric - tensor.analytic
         return _explained(missing, _flows(facts))
 
@@ -279,7 +305,9 @@ def _residual(facts: Facts) -> Callable[[Tensor], str | None]:
 
 
 class Flow(NamedTuple):
-    """A gradient that went into or out of a part in backward; past: by the skip path or a norm."""
+    """A gradient in backward: dy, what went into or out of a part, or a local; past: by the skip
+    path, or out of a norm that stands on it.
+    """
 
     name: str
     gradient: Array
@@ -288,23 +316,49 @@ class Flow(NamedTuple):
 
 def _flows(facts: Facts) -> list[Flow]:
     flows = [Flow("dy", dy, True) for dy in facts.dy]
-    for call in _backward_calls(facts):
-        past = call.cls in ("Residual", "LayerNorm")
+    trace = _backward_trace(facts)
+    calls = [call for call in trace if call.layer]
+    within = _is_residual(facts)
+    for call in calls:
+        past = within or _is_a(trace.names[call.layer], "Residual", "LayerNorm")
         flows += [Flow(f"{name} of {call.layer}", x, past) for name, x in call.inputs.items()]
         flows += [Flow(f"what {call.layer} returned", x, past) for x in call.outputs]
+    for call in calls:
+        for i, x in enumerate(call.outputs):
+            flows += [Flow(f"two gradients that {call.layer} returned, their sum,", x + y, False)
+                      for y in call.outputs[i + 1 :] if y.shape == x.shape]
+    for call in trace:
+        if not call.layer:
+            flows += [Flow(f"{name}, a local of backward,", x, False)
+                      for name, x in call.values.items() if x.dtype.kind == "f"]
     return flows
 
 
-def _backward_calls(facts: Facts) -> list[Call]:
-    trace = Trace(facts.layer)
+def _backward_trace(facts: Facts) -> Trace:
+    """The calls of one backward."""
+    trace = Trace(_root(facts.layer))
     with trace:
         facts.gradients(facts.dy)
-    return [call for call in trace if call.direction == BACKWARD and call.layer]
+    trace.calls = [call for call in trace if call.direction == BACKWARD]
+    return trace
+
+
+def _root(layer: Any) -> Any:
+    return layer.part if isinstance(layer, _Part) else layer
+
+
+def _is_residual(facts: Facts) -> bool:
+    return _is_a(_root(facts.layer), "Residual")
+
+
+def _is_a(layer: Any, *names: str) -> bool:
+    """By name: the checker knows no layers."""
+    return any(cls.__name__ in names for cls in type(layer).__mro__)
 
 
 def _explained(missing: Array, flows: list[Flow]) -> str | None:
     """Is what is missing, or too much, one of these gradients?"""
-    if not missing.any():
+    if not missing.any() or not np.isfinite(missing).all():
         return None
     for name, gradient, past in flows:
         for sign, what in (1.0, "missing"), (-1.0, "doubled"):
@@ -312,14 +366,45 @@ def _explained(missing: Array, flows: list[Flow]) -> str | None:
                 if past:
                     return (f"residual path {what}: the gradient that goes past the sublayer, "
                             f"{name}, is {what}")
-                return f"left out of a sum: {name} is {what}"
+                if what == "missing":
+                    return f"left out of a sum: {name} is missing"
+                return f"added twice: {name} is too much"
     return None
 
 
-def _norm(facts: Facts) -> Callable[[Tensor], str | None]:
-    """LayerNorm's dx is a sum of six parts with the weights 1 0 -1 0 -1 0: which were used?
+def _rules(facts: Facts) -> Callable[[Tensor], str | None]:
+    """Known rules, and what they give with a slip: of softmax, a product x g(x), W and W.T."""
 
-    rstd times g, dy, mean(g), mean(dy), x_hat mean(g x_hat), x_hat mean(dy x_hat); g = dy gamma.
+    def look(tensor: Tensor) -> str | None:
+        a, n = tensor.analytic, tensor.numeric
+        if not tensor.is_input or a.shape != n.shape or len(facts.dy) != 1:
+            return None
+        y, dy = facts.y[0], facts.dy[0]
+        for other in facts.tensors:
+            W = other.numeric
+            if not other.is_input and W.ndim == 2 and W.shape[0] == W.shape[1] and dy.ndim:
+                value = dict(find_parameters(facts.layer))[other.name].value
+                if dy.shape[-1] == len(W) and _same(a, dy @ value) and _same(n, dy @ value.T):
+                    return f"transposed: dx is dy @ {other.name} where {other.name}.T belongs"
+        if y.shape != n.shape or not y.ndim:
+            return None
+        if _same(n, y * (dy - (dy * y).sum(axis=-1, keepdims=True))):
+            for wrong, what in (y * dy, "the sum over the row"), (
+                y * (1.0 - y) * dy, "all of the Jacobian but its diagonal"
+            ):  # fmt: skip
+                if _same(a, wrong):
+                    return f"term missing: of softmax's rule, {what}"
+        x = next((x for value in facts.inputs for x in _flat(value) if x.shape == n.shape), None)
+        if x is not None and x.all() and _same(a, dy * y / x):
+            return "term missing: of the product x g(x), only x was differentiated, g was not"
+        return None
+
+    return look
+
+
+def _norm(facts: Facts) -> Callable[[Tensor], str | None]:
+    """LayerNorm's dx is a sum of parts, rstd times g - mean(g) - x_hat mean(g x_hat), g = dy gamma:
+    which were used in their place? dy for g, or gamma mean(dy), gamma x_hat mean(dy x_hat)?
     """
     def look(tensor: Tensor) -> str | None:
         if not tensor.is_input or len(facts.dy) != 1 or tensor.numeric.shape != facts.dy[0].shape:
@@ -338,6 +423,7 @@ def _norm(facts: Facts) -> Callable[[Tensor], str | None]:
             mean = _mean
             g_parts = [rstd * g, rstd * mean(g), rstd * x_hat * mean(g * x_hat)]
             dy_parts = [rstd * dy, rstd * mean(dy), rstd * x_hat * mean(dy * x_hat)]
+            dy_parts += [gamma * dy_parts[1], gamma * dy_parts[2]]
             if not _same(g_parts[0] - g_parts[1] - g_parts[2], tensor.numeric):
                 continue
             parts = [np.broadcast_to(part, x.shape).ravel() for part in (*g_parts, *dy_parts)]
@@ -347,7 +433,7 @@ def _norm(facts: Facts) -> Callable[[Tensor], str | None]:
             weights = np.linalg.lstsq(basis, tensor.analytic.ravel(), rcond=None)[0]
             if not _same(basis @ weights, tensor.analytic.ravel()):
                 return None
-            return _norm_verdict(np.append(weights, np.zeros(6 - len(weights))), d)
+            return _norm_verdict(np.append(weights, np.zeros(8 - len(weights))), d)
         return None
 
     return look
@@ -358,7 +444,9 @@ def _mean(x: Array) -> Array:
 
 
 def _norm_verdict(weights: Array, d: int) -> str | None:
-    with_gamma, without = weights[:3], weights[3:]
+    with_gamma, without, outside = weights[:3], weights[3:6], weights[6:]
+    if np.abs(outside).max() > 1e-3:
+        return "gamma left out: of the means, which are of dy; gamma stands outside them"
     if np.abs(without).max() > 1e-3:
         places = [name for name, w in zip(("dy", "mean(dy)", "mean(dy x_hat)"), without)
                   if abs(w) > 1e-3]
@@ -375,8 +463,9 @@ def _norm_verdict(weights: Array, d: int) -> str | None:
 def _tied(facts: Facts) -> Callable[[Tensor], str | None]:
     """A Parameter with two owners: is one owner's part all that was added?"""
     owners = _owners(facts.layer)
-    ids = np.unique([i for value in facts.inputs for x in _flat(value)
-                     if x.dtype.kind in "iu" for i in x.ravel()])
+    ids, counts = np.unique([i for value in facts.inputs for x in _flat(value)
+                             if x.dtype.kind in "iu" for i in x.ravel()], return_counts=True)
+    repeated = ids[counts > 1]
 
     def look(tensor: Tensor) -> str | None:
         a, n = tensor.analytic, tensor.numeric
@@ -388,7 +477,13 @@ def _tied(facts: Facts) -> Callable[[Tensor], str | None]:
             for (name, _, _), part in zip(places, parts):
                 if _same(a, n - part):
                     return f"tied use missing: the gradient lacks what comes from {name}"
-        if not len(ids) or a.ndim != 2 or ids.max() >= len(a) or len(ids) == len(a):
+        if not len(ids) or a.ndim != 2 or ids.max() >= len(a):
+            return None
+        rows = np.flatnonzero(_wrong(tensor).any(axis=1))
+        if len(rows) and set(rows) <= set(repeated) and len(repeated) < len(ids):
+            return ("overwritten: only the rows of ids that come more than once are wrong: "
+                    "W.grad[ids] += keeps one of the repeats")
+        if len(ids) == len(a):
             return None
         used = np.zeros(len(a), np.bool_)
         used[ids.astype(np.intp)] = True
@@ -468,6 +563,11 @@ class _Part:
         both = dy if isinstance(dy, tuple) and self.method == "project" else (dy,)
         return getattr(self.part, name)(ctx, *both)
 
+    def argument_names(self) -> list[str]:
+        """Of the float arguments: forward sees these alone."""
+        names = list(inspect.signature(getattr(self.part, self.method)).parameters)
+        return [name for name, value in zip(names, self._arguments) for _ in _float_leaves(value)]
+
     def floats(self) -> tuple[Array, ...]:
         return tuple(x.copy() for value in self._arguments for x in _float_leaves(value))
 
@@ -485,7 +585,7 @@ def _parts(
     facts: Facts, recheck: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 ) -> list[str]:
     """Hints about the layer's parts: those that are wrong by themselves, else the wiring."""
-    children = _children(facts.layer)
+    children = _children(_root(facts.layer))
     calls: list[tuple[str, _Part]] = []
 
     def seen(name: str, part: _Part, y: Any) -> Any:
@@ -500,16 +600,25 @@ def _parts(
     if not calls or 2 * sum(sizes) > BUDGET:
         return []
     hints = []
-    for name, part in calls:
+    for name, part in reversed(calls):  # as backward goes
+        if not all(np.isfinite(x).all() for x in part.floats()):
+            continue  # scores of -inf: no step moves them
         try:
             report = recheck(part, part.floats(), {})
         except (TypeError, ValueError):
             continue
         if not report.ok:
-            hints += [f"{hint} [in {name}]" for hint in report.hints] or [
+            hints += [f"{_renamed(hint, part)} [in {name}]" for hint in report.hints] or [
                 f"in a part: {name} is wrong by itself"
             ]
     return hints or _wiring(facts, children)
+
+
+def _renamed(hint: str, part: _Part) -> str:
+    """The hint about a part with the names of its own arguments and parameters."""
+    names = part.argument_names()
+    hint = re.sub(r"\binput(\d+)\b", lambda m: names[int(m.group(1))], hint)
+    return re.sub(r"\bpart\.", "", hint)
 
 
 def _children(layer: Any) -> dict[str, Any]:
@@ -542,18 +651,21 @@ def _watched(
 
         return watched
 
-    patched = []
+    patched: list[tuple[Any, str, Any]] = []
     try:
         for name, child in children.items():
             for method in (FORWARD, "attend", "project", "enter", "leave"):
                 pair = BACKWARD if method == FORWARD else f"{method}_{BACKWARD}"
                 if hasattr(child, method) and hasattr(child, pair):
+                    patched.append((child, method, child.__dict__.get(method)))
                     child.__dict__[method] = watch(name, child, method)
-                    patched.append((child, method))
         yield
     finally:
-        for child, method in patched:
-            child.__dict__.pop(method, None)
+        for child, method, own in patched:  # own: what the object itself had of this name
+            if own is None:
+                child.__dict__.pop(method, None)
+            else:
+                child.__dict__[method] = own
 
 
 def _wiring(facts: Facts, children: dict[str, Any]) -> list[str]:
@@ -566,7 +678,7 @@ def _wiring(facts: Facts, children: dict[str, Any]) -> list[str]:
 
     with _watched(children, seen):
         _loss(facts)
-    for call in _backward_calls(facts):  # from the output towards the input
+    for call in _backward_trace(facts):  # from the output towards the input
         method = call.method.removesuffix(BACKWARD).rstrip("_") or FORWARD
         if call.layer not in children or not call.inputs or (
             outputs.count((call.layer, method)) != 1

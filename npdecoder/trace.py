@@ -220,7 +220,7 @@ class Trace:
 
     def _own_parameters(self, layer: Any) -> dict[str, Parameter]:
         """Those among the attributes of the layer itself."""
-        return {k: p for k, p in vars(layer).items() if isinstance(p, Parameter)}
+        return {k: p for k, p in getattr(layer, "__dict__", {}).items() if isinstance(p, Parameter)}
 
 
 def _is_step(name: str) -> bool:

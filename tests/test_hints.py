@@ -1,0 +1,364 @@
+"""gradcheck's hints name planted mistakes, keep silent on right layers, and do no harm."""
+
+import contextlib
+import functools
+import re
+
+import numpy as np
+import pytest
+from helpers import randomise
+from planted import MISTAKES, ResidualMLP, TiedPair, draw_sizes
+
+from npdecoder import EncoderLayer, Layer, Linear, Parameter, gradcheck
+from npdecoder.core import find_parameters
+from npdecoder.gradcheck_all import CASES, Draw
+
+SEEDS = range(3)
+WIDE = {"dtype": np.float64}
+X = np.random.default_rng(2017).standard_normal((2, 3, 5))
+
+# Of DESIGN section 7: what a gradient check can see
+MISTAKES_OF_THE_FIELD = (
+    "LayerNorm: gamma outside the sums",
+    "Softmax: divided by the batch",
+    "LayerNorm: dbeta = dgamma",
+    "encoder layer, pre: no gradient along the skip of the attention",
+    "encoder layer, post: no gradient along the skip of the feed-forward",
+    "encoder layer, pre: the skip's gradient sent through the norm of the feed-forward",
+    "decoder layer: (dmemory, dx) for (dx, dmemory)",
+    "multi-head attention: dkey and dvalue in the other's place",
+    "encoder layer: one dropout that remembers its mask in two places",
+    "tied pair: the output's gradient dropped",
+    "CrossEntropy: a factor T too large",
+    "CrossEntropy: the gradient of the sum, for the mean over all targets",
+    "CrossEntropy: the mean over ignored targets too",
+    "attention: scaled by d_model for d_k in backward",
+)
+
+
+def draw(mistake, seed):
+    rng = np.random.default_rng([seed, *mistake.name.encode()])
+    return mistake.build(rng, draw_sizes(rng))
+
+
+@functools.cache
+def checked(mistake, seed):
+    """The report, or the error; and whether the layer is afterwards what it was before."""
+    layer, inputs, keywords = draw(mistake, seed)
+    before = state(layer)
+    try:
+        report = gradcheck(layer, *inputs, seed=seed, **keywords)
+    except Exception as error:  # a miss among the others
+        report = error
+    return report, same(before, state(layer))
+
+
+def state(layer):
+    """Values and gradients, the latter not zero."""
+    arrays = []
+    for _, parameter in find_parameters(layer):
+        if not parameter.has_grad:
+            parameter.grad = np.random.default_rng(1).standard_normal(parameter.shape)
+        arrays += [parameter.value.copy(), parameter.grad.copy()]
+    return arrays
+
+
+def same(before, after):
+    return all(np.array_equal(a, b, equal_nan=True) for a, b in zip(before, after, strict=True))
+
+
+def named_first(mistake, report):
+    if isinstance(report, Exception) or not report.hints:
+        return False
+    first = report.hints[0]
+    letters = [rf"(?<![\w(]){re.escape(letter)}(?!\w)" for letter in mistake.letters]
+    of_a_letter = not letters or any(re.search(letter, first) for letter in letters)
+    return first.startswith(mistake.expected) and of_a_letter
+
+
+def told(report):
+    return repr(report) if isinstance(report, Exception) else list(report.hints)
+
+
+def test_the_mistakes_have_names_of_their_own():
+    assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES)
+
+
+def test_nine_in_ten_are_named_first():
+    misses = [
+        f"{mistake.name}, draw {seed}: expected {mistake.expected} {mistake.letters}, "
+        f"got {told(checked(mistake, seed)[0])}"
+        for mistake in MISTAKES
+        for seed in SEEDS
+        if not named_first(mistake, checked(mistake, seed)[0])
+    ]
+    total = len(MISTAKES) * len(SEEDS)
+    assert len(misses) <= 0.1 * total, f"{len(misses)} of {total}:\n" + "\n".join(misses)
+
+
+@pytest.mark.parametrize("name", MISTAKES_OF_THE_FIELD)
+def test_a_mistake_of_the_field_is_named_first(name):
+    (mistake,) = (mistake for mistake in MISTAKES if mistake.name == name)
+    for seed in SEEDS:
+        report, _ = checked(mistake, seed)
+        assert named_first(mistake, report), f"draw {seed}: {mistake.expected}, got {told(report)}"
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_a_planted_mistake_fails_and_the_layer_stays_as_it_was(mistake):
+    for seed in SEEDS:
+        report, unchanged = checked(mistake, seed)
+        assert not isinstance(report, Exception), report
+        assert not report.ok
+        assert unchanged
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_a_hint_names_the_tensors(mistake):
+    """Those of the layer, or those of a part of it that it names."""
+    for seed in SEEDS:
+        report, _ = checked(mistake, seed)
+        if isinstance(report, Exception) or not report.hints:
+            continue  # told by the tests above
+        names = [row.name for row in report.rows]
+        parts = [name for name in vars(draw(mistake, seed)[0]) if not name.startswith("_")]
+        assert any(re.search(rf"\b{re.escape(n)}\b", report.hints[0]) for n in names + parts)
+        assert not re.search(r"\b(input\d|part)\b", report.hints[0]), report.hints[0]
+
+
+# Right layers
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n not in ("Transformer", "LanguageModel")])
+def test_no_hint_on_a_right_layer(name):
+    r = Draw(np.random.default_rng([7, *name.encode()]))
+    layer, inputs, keywords = CASES[name](r)
+    r.weights(layer)
+    report = gradcheck(layer, *inputs, **keywords)
+    assert report.ok, f"\n{report}"
+    assert not report.hints
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_hint_on_a_right_layer_written_from_scratch(seed):
+    rng = np.random.default_rng(seed)
+    s = draw_sizes(rng)
+    ids = rng.integers(0, s.V, (s.B, s.T))
+    x = rng.standard_normal((s.B, s.T, s.d))
+    for layer, value in [
+        (ResidualMLP(rng, s.d, s.d_ff), x),
+        (randomise(TiedPair(s.V, s.d), rng), ids),
+    ]:
+        report = gradcheck(layer, value)
+        assert report.ok, f"\n{report}"
+        assert not report.hints
+
+
+# Odd layers: gradcheck fails, and its hints neither raise nor change anything
+
+
+class Own:
+    def __init__(self):
+        self.W = Parameter(np.random.default_rng(3).standard_normal((5, 4)))
+
+    def forward(self, x):
+        return x @ self.W.value, x
+
+    def backward(self, x, dy):
+        self.W.grad += 2 * np.einsum("bti,btj->ij", x, dy)
+        return -dy @ self.W.value.T
+
+
+def make_slots():
+    """A class without __dict__, and without a base that has one."""
+    methods = {"__slots__": ("W",)}
+    methods |= {n: vars(Own)[n] for n in ("__init__", "forward", "backward")}
+    return type("Slots", (), methods)()
+
+
+class WrongShape:
+    def forward(self, x):
+        return x.sum(-1), None
+
+    def backward(self, ctx, dy):
+        return dy
+
+
+class WrongRank(Own):
+    def backward(self, x, dy):
+        return super().backward(x, dy)[None, None]
+
+
+class NotFinite:
+    def __init__(self, value):
+        self.value = value
+
+    def forward(self, x):
+        return x**2, x
+
+    def backward(self, x, dy):
+        dx = 2 * x * dy
+        dx[0] = self.value
+        return dx
+
+
+class NotFiniteParameter(Own):
+    def backward(self, x, dy):
+        self.W.grad += np.nan
+        return dy @ self.W.value.T
+
+
+class Pair:
+    def forward(self, x):
+        return (2 * x, x.sum()), None
+
+    def backward(self, ctx, dy):
+        return 2 * dy[0]
+
+
+class KeywordOnly:
+    def forward(self, x, *, scale):
+        return x * scale, None
+
+    def backward(self, ctx, dy):
+        return dy
+
+
+class Drops:
+    def forward(self, x, rng=None):
+        keep = rng.random(x.shape) < 0.5
+        return x * keep, keep
+
+    def backward(self, keep, dy):
+        return 2 * dy * keep
+
+
+class WithoutParameters:
+    def forward(self, x):
+        return np.tanh(x), None
+
+    def backward(self, ctx, dy):
+        return dy
+
+
+class OneNumber:
+    def forward(self, x):
+        return float((x**2).sum()), x
+
+    def backward(self, x, dy):
+        return x * dy
+
+
+class ContainsItself(Layer):
+    def __init__(self):
+        self.linear = Linear(5, 4, rng=0, **WIDE)
+        self.me, self.all = self, {"me": self}
+
+    def forward(self, x):
+        return self.linear.forward(x)
+
+    def backward(self, ctx, dy):
+        return 2 * self.linear.backward(ctx, dy)
+
+
+class Frozen:
+    def __init__(self):
+        object.__setattr__(self, "linear", Linear(5, 4, rng=0, **WIDE))
+
+    def __setattr__(self, name, value):
+        raise AttributeError(name)
+
+    def forward(self, x):
+        return self.linear.forward(x)
+
+    def backward(self, ctx, dy):
+        return 3 * self.linear.backward(ctx, dy)
+
+
+class RaisesLater(Own):
+    """After the two backward passes of the check itself."""
+
+    calls = 0
+
+    def backward(self, x, dy):
+        self.calls += 1
+        if self.calls > 2:
+            raise ValueError("a third time")
+        return super().backward(x, dy)
+
+
+ODD = [
+    (make_slots, {}),
+    (WrongShape, {}),
+    (WrongRank, {}),
+    (lambda: NotFinite(np.nan), {}),
+    (lambda: NotFinite(np.inf), {}),
+    (NotFiniteParameter, {}),
+    (Pair, {}),
+    (KeywordOnly, {"scale": 3.0}),
+    (Drops, {"rng": 0}),
+    (WithoutParameters, {}),
+    (OneNumber, {}),
+    (ContainsItself, {}),
+    (Frozen, {}),
+    (RaisesLater, {}),
+]
+
+
+@pytest.mark.parametrize(("make", "keywords"), ODD, ids=lambda value: str(value)[:60])
+def test_odd_layers_do_no_harm(make, keywords):
+    layer = make()
+    before = state(layer)
+    report = gradcheck(layer, X, **keywords)
+    assert not report.ok
+    assert all(isinstance(hint, str) and hint for hint in report.hints)
+    assert same(before, state(layer))
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("part", ["self_attention", "feed_forward", "norm2"])
+@pytest.mark.parametrize("after", [0, 1, 2, 5, 100, 1000, 2000, 3000, 4000, 5000])
+def test_the_layer_is_restored_when_a_part_raises_in_the_middle(part, after):
+    layer = randomise(EncoderLayer(3, 1, 2, d_k=2, d_v=2, **WIDE), np.random.default_rng(0))
+    layer.backward = lambda ctx, dy: 2 * EncoderLayer.backward(layer, ctx, dy)
+    target, calls = getattr(layer, part), 0
+    forward = target.forward
+
+    def interrupted(*inputs, **keywords):
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise Interrupted
+        return forward(*inputs, **keywords)
+
+    target.forward = interrupted
+    before = state(layer)
+    with contextlib.suppress(Interrupted):
+        gradcheck(layer, X[..., :3])
+    assert same(before, state(layer))
+    assert target.forward is interrupted
+
+
+def test_a_larger_block_is_searched_within_bounds():
+    """Calls of forward, the block's and those of all its parts, for a mistake deep inside."""
+    calls = {"right": 0, "wrong": 0}
+    for kind in calls:
+        layer = randomise(EncoderLayer(7, 1, 11, **WIDE), np.random.default_rng(0))
+        linear = layer.feed_forward.linear1
+        if kind == "wrong":
+            linear.backward = lambda ctx, dy, linear=linear: (
+                Linear.backward(linear, ctx, dy) + 0.1 * ctx.x.mean()
+            )
+        for part in (layer, layer.self_attention, layer.feed_forward, layer.norm1, linear):
+
+            def counted(*inputs, _forward=part.forward, kind=kind, **keywords):
+                calls[kind] += 1
+                return _forward(*inputs, **keywords)
+
+            part.forward = counted
+        report = gradcheck(layer, np.random.default_rng(1).standard_normal((2, 5, 7)))
+        assert report.ok == (kind == "right")
+    assert calls["wrong"] <= 20 * calls["right"], calls
