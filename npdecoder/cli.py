@@ -353,7 +353,7 @@ def _fit(
         o,
         SGD(translator.model.parameters(), o["lr"], o["momentum"], o["weight_decay"]),
         lambda rng: _batches(ids, o["batch_size"], rng),
-        "\n".join(f"{source}\t{target}" for source, target in pairs),
+        "\n".join(f"{source}\t{target}" for source, target in (*pairs, *held_out)),
         checkpoint,
     )
     return run, held_out_ids
@@ -565,7 +565,7 @@ def _train_lm(args: argparse.Namespace) -> int:
         frequencies = np.bincount(train_ids, minlength=len(product.characters)) + 1.0
         log_p = np.log(frequencies / frequencies.sum())
         print(f"validation loss {validation_loss():.4f}")
-        print(f"  of character frequencies alone {-log_p[held_out].mean():.4f}")
+        print(f"  of character frequencies alone {-log_p[held_out[1:]].mean():.4f}")
     _conclude(report, args.out, f"generate {args.out}")
     return 0 if report.ok else 1
 

@@ -364,9 +364,9 @@ def decay_groups(parameters: Iterable[Parameter], weight_decay: float) -> list[d
 
 
 def _betas(betas: Any) -> tuple[float, float]:
-    if not isinstance(betas, Iterable) or len(pair := tuple(betas)) != 2:
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise TypeError(f"betas is {betas!r}, expected a pair (beta1, beta2)")
-    return pair[0], pair[1]
+    return betas[0], betas[1]
 
 
 def _split_betas(group: Mapping[str, Any]) -> dict[str, Any]:

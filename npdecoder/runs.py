@@ -54,6 +54,9 @@ class Run:
                 raise ValueError("the text is not the one that it began with")
             if checkpoint.optimizer is None or checkpoint.rng is None:
                 raise ValueError("it has no optimizer or no generator")
+            if checkpoint.optimizer.steps > self.options["steps"]:
+                raise ValueError(f"it has made {checkpoint.optimizer.steps} updates, more than "
+                                 f"--steps {self.options['steps']}")
             self.batches.load_state_dict(training["batches"])
             self.optimizer, self.rng = checkpoint.optimizer, checkpoint.rng
             return float(training["loss"])

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -717,8 +718,12 @@ def test_a_pass_without_batches() -> None:
 
 def test_batches_that_come_to_an_end() -> None:
     """An error that says so: StopIteration would end a loop around the training in silence."""
+    model = Bigram()
+    optimizer = SGD(model.parameters(), 0.1)
+    given = [bigram_batch([3, 4])] * 3
     with pytest.raises(ValueError, match="batches"):
-        train_bigram(3, batches=iter([bigram_batch([3, 4])]))
+        train_bigram(3, model, optimizer=optimizer, batches=iter(given), accumulate=2)
+    assert optimizer.steps == 1  # and none of the one that is left
 
 
 # Training in two parts
@@ -1015,26 +1020,46 @@ def test_a_signal_while_it_saves(signum: int, at: int) -> None:
     assert len(set(run.at)) == len(run.at)
 
 
+@contextmanager
+def signal_at_line(signum: int, at: int) -> Iterator[list[int]]:
+    """Send the signal before train executes its line number `at`; the numbers of those it did."""
+    lines: list[int] = []
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        if frame.f_code is not train.__code__:
+            return None
+        if event == "line":
+            lines.append(frame.f_lineno)
+            if len(lines) == at:
+                signal.raise_signal(signum)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lines
+    finally:
+        sys.settrace(before)
+
+
 @pytest.mark.usefixtures("handlers")
 @both
-def test_no_moment_is_left_in_which_a_signal_loses_the_update(signum: int) -> None:
-    """It comes while the training asks whether this update is one to save."""
-
-    class Count(int):
-        """The number of an update; the third is asked for its remainder when the signal comes."""
-
-        def __add__(self, other: int) -> Count:
-            return Count(int(self) + other)
-
-        def __mod__(self, other: int) -> int:
-            if self == 3:
-                signal.raise_signal(signum)
-            return int(self) % other
-
-    run = Saves()
-    run.optimizer.steps = Count(0)
-    assert_ended(signum, lambda: run.train(10, save_every=100))
-    assert run.at == [run.optimizer.steps]
+def test_at_whatever_line_a_signal_comes_what_was_learnt_is_saved(signum: int) -> None:
+    """Before the first line that is executed, before the second, and so on to the last."""
+    ended = []
+    for at in itertools.count(1):
+        run = Saves()
+        try:
+            with signal_at_line(signum, at) as lines:
+                run.train(3, save_every=100)
+        except (*ENDS.values(), Uncaught) as error:
+            ended.append(type(error))
+        if run.optimizer.steps > 0:
+            assert run.at == [run.optimizer.steps], f"line {lines[-1]}"
+        if len(lines) < at:
+            break
+    assert ended.count(ENDS[signal.Signals(signum)]) > 20
+    assert ended.count(Uncaught) < 12  # before the handlers are there, and after they were
 
 
 @pytest.mark.usefixtures("handlers")
