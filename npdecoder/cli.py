@@ -26,7 +26,7 @@ from npdecoder.layers import CrossEntropy
 from npdecoder.models import LanguageModel, LanguageModelConfig, Transformer, TransformerConfig
 from npdecoder.optim import SGD, AdamW, cosine_schedule, decay_groups
 from npdecoder.page import write_page
-from npdecoder.runs import Run, resumed_options
+from npdecoder.runs import Run, refuse_other_text, resumed_options
 from npdecoder.text import (
     Characters,
     PairOfIds,
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()
             return code
     except BrokenPipeError:  # | head: nobody reads on
-        return 0
+        return 0 if args.run in (_translate, _generate, _trace) else 141
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError,
             ImportError) as error:
         print(f"npdecoder: error: {_one_line(error)}", file=sys.stderr)
@@ -170,7 +170,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f'Example: npdecoder generate {LM_MODEL} --prompt "ROMEO:" --temperature 0.8',
     )
     generating.add_argument("model", metavar="MODEL.npz", help="made by train-lm")
-    generating.add_argument("--prompt", default="\n", help="the beginning (default: a new line)")
+    generating.add_argument(
+        "--prompt", help="the beginning (default: a new line, or what the model knows instead)"
+    )
     for option, kind, default, text in (
         ("--length", positive_int, 500, "characters to write"),
         ("--temperature", float, 1.0, "below 1 more likely, above 1 more varied; 0: the likeliest"),
@@ -221,6 +223,9 @@ def _add_options(parser: argparse.ArgumentParser, table: Sequence[Option]) -> No
         action="store_true",
         help="go on with the training in the file --out, with its options, bit by bit as if it had "
         "never stopped; --steps may be more (the schedule is then that of the longer training)",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace the file --out if there is one"
     )
     for name, kind, default, text in table:
         shown = text if default is None else f"{text} (default: {default})"
@@ -490,6 +495,9 @@ def _begin(
     check_writable(args.out)
     given = {name: getattr(args, name) for name, *_ in table if hasattr(args, name)}
     options, checkpoint = {**{name: default for name, _, default, _ in table}, **given}, None
+    if os.path.exists(args.out) and not (args.resume or args.force):
+        raise ValueError(f"{args.out} exists: --resume goes on with the training in it, --force "
+                         "begins anew and replaces it")
     if args.resume:
         checkpoint = load_checkpoint(args.out)
         resumed = resumed_options(args.out, checkpoint, given)
@@ -505,6 +513,10 @@ def _begin(
 def _train_lm(args: argparse.Namespace) -> int:
     o, checkpoint = _begin(args, TRAIN_LM_OPTIONS)
     text = read_text(args.text)
+    if not text:
+        raise ValueError(f"{args.text} is empty")
+    if checkpoint is not None:
+        refuse_other_text(args.out, checkpoint, text)
     cut = round((1.0 - o["held_out"]) * len(text))
     if checkpoint is None:
         characters = Characters.build(text)
@@ -558,7 +570,7 @@ def _train_lm(args: argparse.Namespace) -> int:
     report = gradcheck(copy.deepcopy(model).astype(np.float64), some, mode="directional")
     print(f"\nThe gradients, against central differences in float64:\n\n{report}")
     print("\nA sample:\n")
-    prompt = "\n" if "\n" in product.characters.characters else text[0]
+    prompt = _first_line(product)
     print(prompt.strip() + "".join(product.generate(prompt, max_new_tokens=300, seed=o["seed"])))
     print(f"\ntraining loss {run.progress.loss:.4f}")
     if len(held_out) > 1:
@@ -606,10 +618,17 @@ def _translation(translator: Translator, text: str, args: argparse.Namespace) ->
     return f"{detokenize(words)}\n{console.weight_map(*names, alignment.A)}"
 
 
+def _first_line(product: CharacterModel) -> str:
+    """A new line, as before a beginning; of a text without one its lowest character."""
+    known = product.characters.characters
+    return "\n" if "\n" in known else known[0]
+
+
 def _generate(args: argparse.Namespace) -> int:
     product = CharacterModel.load(args.model)
+    prompt = _first_line(product) if args.prompt is None else args.prompt
     characters = product.generate(
-        args.prompt,
+        prompt,
         max_new_tokens=args.length,
         temperature=args.temperature,
         top_k=args.top_k,
@@ -617,7 +636,7 @@ def _generate(args: argparse.Namespace) -> int:
         min_p=args.min_p,
         seed=args.seed,
     )
-    print(args.prompt, end="", flush=True)
+    print(prompt, end="", flush=True)
     for character in characters:
         print(character, end="", flush=True)
     print()

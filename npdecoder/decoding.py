@@ -7,7 +7,8 @@
 
 All take a Transformer with the ids of its sources, or a LanguageModel with those of its prompts.
 Every step reads the new tokens alone (DecodingState). Each item is decoded by itself: what it gets
-does not depend on the others of its batch.
+does not depend on the others of its batch, to rounding: two tokens that are equally likely but for
+the last digit may fall differently, since products of other sizes round differently.
 """
 
 from __future__ import annotations
@@ -116,6 +117,8 @@ def generate(
         raise TypeError(f"model is a {type(model).__name__}, expected a LanguageModel")
     sampler = Sampler(temperature, top_k, top_p, min_p)
     rng = np.random.default_rng((integer("seed", seed, 0), 0))
+    if np.size(prompt) == 0:
+        raise ValueError("prompt is empty: begin with at least one id, such as BOS")
     text = as_ids("prompt", prompt, model.config.vocab_size)
     if text.ndim != 1:
         raise ValueError(f"prompt has shape {text.shape}, expected (T,)")
@@ -290,21 +293,23 @@ class Sampler:
         largest = logits.max()
         if not np.isfinite(largest):
             raise ValueError(f"the largest logit is {largest}: there is no distribution")
-        order = np.argsort(-logits, kind="stable")
+        weights = np.zeros_like(logits)
         if self.temperature == 0.0:
-            weights = np.zeros_like(logits)
-            weights[0] = 1.0
-        else:
-            with np.errstate(over="ignore", under="ignore"):
-                weights = np.exp((logits[order] - largest) / self.temperature)
-        if self.top_k is not None:
-            weights[self.top_k :] = 0.0
+            weights[logits.argmax()] = 1.0
+            return weights
+        # the tokens that are left, the likeliest first: sorting a large vocabulary takes time
+        kept: Any = slice(None)
+        if self.top_k is not None and self.top_k < len(logits):
+            kept = _largest(logits, self.top_k)
+        elif self.top_p < 1.0:
+            kept = np.argsort(-logits, kind="stable")
+        with np.errstate(over="ignore", under="ignore"):
+            weights[kept] = np.exp((logits[kept] - largest) / self.temperature)
         if self.top_p < 1.0:
-            mass = np.cumsum(weights) / weights.sum()
-            weights[np.searchsorted(mass, self.top_p - rounding) + 1 :] = 0.0
+            mass = np.cumsum(weights[kept]) / weights.sum()
+            weights[kept[np.searchsorted(mass, self.top_p - rounding) + 1 :]] = 0.0
         weights[weights < self.min_p * (1.0 - rounding)] = 0.0  # the greatest weight is 1
-        p = np.empty_like(weights)
-        p[order] = weights / weights.sum()
+        p: Array = weights / weights.sum()
         return p
 
     def draw(self, logits: Array, rng: np.random.Generator) -> int:
@@ -374,6 +379,8 @@ def _begin(
 def _prompts(ids: ArrayLike, model: LanguageModel) -> tuple[NDArray[np.intp], list[int]]:
     """The prompts with their padding on the left, and how many tokens each has."""
     c = model.config
+    if np.ndim(ids) == 2 and np.size(ids) == 0 and len(np.asarray(ids)):
+        raise ValueError("prompt 0 is empty: begin with at least one id, such as BOS")
     prompts = as_batch("ids", ids, c.vocab_size, c)
     real = np.ones(prompts.shape, np.bool_) if c.pad_id is None else prompts != c.pad_id
     counts = real.sum(axis=1).tolist()

@@ -58,6 +58,8 @@ class DecodingState:
             raise TypeError(f"model is a {type(model).__name__}, "
                             "expected a Transformer or a LanguageModel")
         self._real = np.ones((self.batch_size or 0, 0), np.bool_)  # (B, length): not padding
+        self._sources = np.arange(self.batch_size or 0)  # (B,): which source each row reads
+        self._whole = True
 
     @property
     def length(self) -> int:
@@ -66,7 +68,7 @@ class DecodingState:
         Errors: ValueError if a call was interrupted: the state is lost then.
         """
         length = self._decoder.length
-        if length != self._real.shape[1]:
+        if length != self._real.shape[1] or not self._whole:
             raise ValueError("the state was left half extended by an error: make a new one")
         return length
 
@@ -99,17 +101,25 @@ class DecodingState:
 
     def select(self, rows: ArrayLike) -> None:
         """Sequence i becomes a copy of what was sequence rows[i]: drop, repeat or reorder them."""
+        _ = self.length  # an error if it is broken
         rows = as_ids("rows", rows, self.batch_size or 0)
         if rows.ndim != 1:
             raise ValueError(f"rows has shape {rows.shape}, expected (n,)")
-        self._decoder.select(rows)
+        if np.array_equal(rows, np.arange(self.batch_size or 0)):
+            return
+        self._whole = False  # until all of it is exchanged
+        sources = self._sources[rows]
+        # in a beam search sequences of one source change places: its keys and values stay
+        self._decoder.select(rows, memory=not np.array_equal(sources, self._sources))
         if self._memory_mask is not None and len(self._memory_mask) > 1:
             self._memory_mask = self._memory_mask[rows]
-        self._real = self._real[rows]
-        self.batch_size = len(rows)
+        self._real, self._sources, self.batch_size = self._real[rows], sources, len(rows)
+        self._whole = True
 
     def _read(self, ids: ArrayLike) -> Array:
         model, config = self.model, self.model.config
+        if np.ndim(ids) == 2 and np.size(ids) == 0 and len(np.asarray(ids)):
+            raise ValueError("ids has no column: begin with at least one id, such as BOS")
         ids = as_batch("ids", ids, self._vocab_size, config)
         B, T = ids.shape
         if self.batch_size not in (None, B):
@@ -130,5 +140,7 @@ class DecodingState:
         if T > 1 or not real.all():
             keep = causal_mask(T, real.shape[1]) & real[:, None, None, :]
         y = model.decoder.extend(self._decoder, x, keep, self._memory_mask)
+        if self.batch_size is None:
+            self._sources = np.zeros(B, np.intp)  # there are none to tell apart
         self._real, self.batch_size = real, B
         return np.asarray(model.output(y[:, -1]))

@@ -104,6 +104,8 @@ def check_writable(path: PathLike) -> None:
         _safetensors()
     if Path(path).is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
+    if Path(path).exists() and not Path(path).is_file():
+        raise OSError(errno.EINVAL, "is no ordinary file", str(path))
     folder = _resolved(path).parent
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "no such folder", str(folder))
@@ -234,8 +236,11 @@ def replacing(path: PathLike) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         os.chmod(temporary, path.stat().st_mode if path.exists() else 0o666 & ~_umask())
         os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
+    except BaseException as error:
+        with suppress(FileNotFoundError):  # it is in place already
+            os.unlink(temporary)
+        if isinstance(error, OSError) and error.filename in (None, temporary):
+            error.filename = str(path)  # the name that the user knows
         raise
     finally:
         if lock is not None:

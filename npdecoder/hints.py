@@ -22,6 +22,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,7 +73,9 @@ def find_hints(
         *_overwritten(failed), *_swapped(failed), *_of_another(facts, failed)
     ]  # fmt: skip
     told = {name for names, _ in found for name in names}
-    looks = (_alone(facts), _residual(facts), _rules(facts), _norm(facts), _tied(facts))
+    looks = (
+        _alone(facts), _residual(facts), _rules(facts), _norm(facts), _rows(facts), _tied(facts)
+    )  # fmt: skip
     for look in looks:
         for tensor in failed:
             if tensor.name not in told:
@@ -118,7 +121,7 @@ def _wrong(tensor: Tensor) -> Array:
 
 def _overwritten(failed: list[Tensor]) -> list[tuple[tuple[str, ...], str]]:
     names = tuple(tensor.name for tensor in failed if not tensor.is_input and not tensor.twice)
-    hint = "overwritten: a second backward does not add to .grad: it takes += in place of ="
+    hint = "overwritten: a second backward does not add the same to .grad, where += belongs"
     return [(names, hint)] if names else []
 
 
@@ -244,7 +247,9 @@ def _sizes(facts: Facts) -> dict[str, float]:
             put("V", main.shape[-1])
     for tensor in facts.tensors:
         if not tensor.is_input and tensor.numeric.ndim == 2:
-            put("sqrt(d_model)", math.sqrt(tensor.numeric.shape[1]))
+            reads = main is not None and main.shape[-1:] == tensor.numeric.shape[:1]
+            name = "d_k" if reads and main is not None and main.dtype.kind == "f" else "d_model"
+            put(f"sqrt({name})", math.sqrt(tensor.numeric.shape[1]))
     counted = _counted(facts)
     if counted is not None:
         put("N counted", counted[0])
@@ -380,6 +385,12 @@ def _rules(facts: Facts) -> Callable[[Tensor], str | None]:
         if not tensor.is_input or a.shape != n.shape or len(facts.dy) != 1:
             return None
         y, dy = facts.y[0], facts.dy[0]
+        if not y.ndim and a.ndim and n.any():
+            x = _input(facts, n.shape)
+            p = np.exp(x - x.max(axis=-1, keepdims=True))
+            p /= p.sum(axis=-1, keepdims=True)
+            if _proportional(a, p) and not _proportional(n, p):
+                return "term missing: it is softmax(logits), onehot is not taken away"
         for other in facts.tensors:
             W = other.numeric
             if not other.is_input and W.ndim == 2 and W.shape[0] == W.shape[1] and dy.ndim:
@@ -394,12 +405,25 @@ def _rules(facts: Facts) -> Callable[[Tensor], str | None]:
             ):  # fmt: skip
                 if _same(a, wrong):
                     return f"term missing: of softmax's rule, {what}"
-        x = next((x for value in facts.inputs for x in _flat(value) if x.shape == n.shape), None)
-        if x is not None and x.all() and _same(a, dy * y / x):
+        if _same(a, dy * y):
+            return "wrong tensor: dy is multiplied by y, where the derivative belongs"
+        x = _input(facts, n.shape)
+        if x.all() and _same(a, dy * y / x):
             return "term missing: of the product x g(x), only x was differentiated, g was not"
         return None
 
     return look
+
+
+def _input(facts: Facts, shape: tuple[int, ...]) -> Array:
+    """The float input of this shape."""
+    arrays = (x for value in facts.inputs for x in _flat(value) if x.dtype.kind == "f")
+    return next(x for x in arrays if x.shape == shape)
+
+
+def _proportional(a: Array, b: Array) -> bool:
+    size = float((b * b).sum())
+    return size > 0.0 and bool(a.any()) and _same(a, float((a * b).sum()) / size * b)
 
 
 def _norm(facts: Facts) -> Callable[[Tensor], str | None]:
@@ -414,9 +438,9 @@ def _norm(facts: Facts) -> Callable[[Tensor], str | None]:
         dy, d = facts.dy[0], x.shape[-1] if x.ndim else 1
         if d < 3:
             return None
-        eps = float(getattr(facts.layer, "eps", 1e-5))
+        known = getattr(facts.layer, "eps", 1e-5)
         gammas = [p.value for _, p in find_parameters(facts.layer) if p.value.shape == (d,)]
-        for gamma in [*gammas, np.ones(d)]:
+        for gamma, eps in product([*gammas, np.ones(d)], [known, 1e-5, 1e-8, 1e-3, 0.1]):
             centred = x - x.mean(axis=-1, keepdims=True)
             rstd = 1.0 / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + eps)
             x_hat, g = centred * rstd, dy * gamma
@@ -460,12 +484,43 @@ def _norm_verdict(weights: Array, d: int) -> str | None:
     return None
 
 
+def _rows(facts: Facts) -> Callable[[Tensor], str | None]:
+    """A table that is read by ids (or positions): which places' gradients reach its rows?"""
+    tables = [x for value in facts.inputs for x in _flat(value) if x.dtype.kind in "iu" and x.size]
+    for x in (x for value in facts.inputs for x in _flat(value)):
+        if x.dtype.kind == "f" and x.ndim == 3:
+            tables.append(np.broadcast_to(np.arange(x.shape[1]), x.shape[:2]))
+
+    def look(tensor: Tensor) -> str | None:
+        a, n = tensor.analytic, tensor.numeric
+        if tensor.is_input or a.shape != n.shape or a.ndim != 2:
+            return None
+        missing = n - a
+        for ids in tables:
+            if ids.min() < 0 or ids.max() >= len(a):
+                continue
+            for name, gradient, _ in _flows(facts):
+                if gradient.shape != (*ids.shape, a.shape[1]):
+                    continue
+                last, every = np.zeros_like(n), np.zeros_like(n)
+                last[ids] = gradient
+                np.add.at(every, ids, gradient)
+                if _proportional(missing, every - last):
+                    return ("overwritten: of an id or position that comes more than once only one "
+                            f"place is kept (of {name})")
+                if a.any() and _proportional(missing, every):
+                    return ("tied use missing: the gradient lacks what comes from reading the rows "
+                            f"({name})")
+        return None
+
+    return look
+
+
 def _tied(facts: Facts) -> Callable[[Tensor], str | None]:
     """A Parameter with two owners: is one owner's part all that was added?"""
     owners = _owners(facts.layer)
-    ids, counts = np.unique([i for value in facts.inputs for x in _flat(value)
-                             if x.dtype.kind in "iu" for i in x.ravel()], return_counts=True)
-    repeated = ids[counts > 1]
+    ids = np.unique([i for value in facts.inputs for x in _flat(value)
+                     if x.dtype.kind in "iu" for i in x.ravel()])
 
     def look(tensor: Tensor) -> str | None:
         a, n = tensor.analytic, tensor.numeric
@@ -479,10 +534,6 @@ def _tied(facts: Facts) -> Callable[[Tensor], str | None]:
                     return f"tied use missing: the gradient lacks what comes from {name}"
         if not len(ids) or a.ndim != 2 or ids.max() >= len(a):
             return None
-        rows = np.flatnonzero(_wrong(tensor).any(axis=1))
-        if len(rows) and set(rows) <= set(repeated) and len(repeated) < len(ids):
-            return ("overwritten: only the rows of ids that come more than once are wrong: "
-                    "W.grad[ids] += keeps one of the repeats")
         if len(ids) == len(a):
             return None
         used = np.zeros(len(a), np.bool_)
@@ -703,11 +754,14 @@ def _numeric_output(
     shift: list[Array] = []
 
     def seen(name: str, part: _Part, y: Any) -> Any:
-        if (name, part.method) != wanted or not isinstance(y, np.ndarray):
+        if (name, part.method) != wanted:
+            return y
+        first = y[0] if isinstance(y, tuple) else y
+        if not isinstance(first, np.ndarray):
             return y
         if not shift:
-            shift.append(np.zeros_like(y))
-        return y + shift[0]
+            shift.append(np.zeros_like(first))
+        return (first + shift[0], *y[1:]) if isinstance(y, tuple) else first + shift[0]
 
     with _watched(children, seen):
         _loss(facts)

@@ -39,19 +39,18 @@ class Run:
     ) -> None:
         self.product, self.out, self.options = product, out, dict(options)
         self.optimizer = optimizer
-        self.data = hashlib.sha256(data.encode("utf-8", "surrogatepass")).hexdigest()
+        self.data = fingerprint(data)
         self.rng = np.random.default_rng((options["seed"], 1))  # of dropout
         self.batches = BatchStream(epoch, np.random.default_rng((options["seed"], 2)))
         loss = 0.0
         if checkpoint is not None:
+            refuse_other_text(out, checkpoint, data)
             loss = self._resume(checkpoint)
         self.progress = Progress(self.options["steps"], self.optimizer.steps, loss)
 
     def _resume(self, checkpoint: Checkpoint) -> float:
         try:
             training = checkpoint.extra["training"]
-            if training["data"] != self.data:
-                raise ValueError("the text is not the one that it began with")
             if checkpoint.optimizer is None or checkpoint.rng is None:
                 raise ValueError("it has no optimizer or no generator")
             if checkpoint.optimizer.steps > self.options["steps"]:
@@ -98,6 +97,20 @@ class Run:
             save_every=o["save_every"],
             progress=self.progress,
         )
+
+
+def fingerprint(data: str) -> str:
+    return hashlib.sha256(data.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def refuse_other_text(path: str, checkpoint: Checkpoint, data: str) -> None:
+    """Raise a ValueError if the run did not begin with this text."""
+    try:
+        same = checkpoint.extra["training"]["data"] == fingerprint(data)
+    except DAMAGE:
+        same = False
+    if not same:
+        raise ValueError(f"{path} cannot be resumed: the text is not the one that it began with")
 
 
 def resumed_options(path: str, checkpoint: Checkpoint, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,8 @@ def train_step(
     before.
     """
     micro_batches = [batch] if isinstance(batch, Batch) else list(batch)
+    if not micro_batches:
+        raise ValueError("batch is an empty list: there is nothing to learn from")
     counts = [criterion.count(micro_batch.targets) for micro_batch in micro_batches]
     total, loss = sum(counts), 0.0
     optimizer.zero_grad()
@@ -155,9 +157,11 @@ def train(
     batches: for example a BatchStream. accumulate: how many of them make one update.
     schedule: the learning rate of update n = 1, 2, ...; None leaves optimizer.lr alone.
     validate: returns the validation loss; called after every validate_every updates and the last.
-    save: called after every save_every updates and the last, and when Ctrl-C or SIGTERM comes: the
-        update is finished, saved, and the training ends with KeyboardInterrupt or SystemExit(143).
-        A second Ctrl-C ends it at once. None: these signals do what they did before.
+    save: called after every save_every updates and the last, and when Ctrl-C, SIGTERM or SIGHUP
+        comes: the update is finished, saved, and the training ends with KeyboardInterrupt or
+        SystemExit(128 + the signal's number). A second Ctrl-C ends it at once. None: these signals
+        do what they did before. An OSError of a save that is not the last is a warning: there will
+        be others.
     progress: shown on stderr; None: by Progress(steps), which is quiet if that is no terminal.
 
     Errors: FloatingPointError for a loss or a gradient that is not finite; the weights are then
@@ -187,19 +191,29 @@ def train(
             due = n % save_every == 0 or n == steps
             stop = bool(received)  # looked at once: a signal that comes later waits for the next
             if save is not None and (due or stop):
-                save()
+                _save(save, last=stop or n == steps)
             if stop:
                 break
             if validate is not None and (n % validate_every == 0 or n == steps):
                 progress.validation(validate())
         if received:
-            raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(143)
+            stopped = received[0] != signal.SIGINT
+            raise SystemExit(128 + received[0]) if stopped else KeyboardInterrupt
     return losses
+
+
+def _save(save: Callable[[], None], last: bool) -> None:
+    try:
+        save()
+    except OSError as error:  # a full disk may be emptied before the next
+        if last:
+            raise
+        warnings.warn(f"not saved: {error}", UserWarning, stacklevel=3)
 
 
 @contextmanager
 def _signals(catch: bool) -> Iterator[list[int]]:
-    """A list that takes up Ctrl-C and SIGTERM while the body runs, in place of their effect."""
+    """A list that takes up Ctrl-C, SIGTERM and SIGHUP while the body runs, for their effect."""
     received: list[int] = []
 
     def receive(signum: int, frame: Any) -> None:
@@ -209,7 +223,8 @@ def _signals(catch: bool) -> Iterator[list[int]]:
 
     old: dict[int, Any] = {}
     if catch and threading.current_thread() is threading.main_thread():  # Python's condition
-        for wanted in (signal.SIGINT, signal.SIGTERM):
+        hangup = getattr(signal, "SIGHUP", signal.SIGTERM)  # the terminal was closed
+        for wanted in {signal.SIGINT, signal.SIGTERM, hangup}:
             if signal.getsignal(wanted) is not signal.SIG_IGN:  # as nohup and & leave it
                 old[wanted] = signal.signal(wanted, receive)
     try:

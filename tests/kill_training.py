@@ -70,7 +70,7 @@ def unequal(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 def run(kills: int, seed: int, folder: Path) -> dict[str, Any]:
     """Counts of what happened; AssertionError where something was lost."""
-    rng, steps = random.Random(seed), 30 + 12 * kills
+    rng, steps = random.Random(seed), 60 + 30 * kills
     (folder / "text.txt").write_text("".join(rng.choices("abcdefgh \n", k=3000)), "utf-8")
     assert training(folder, "whole.npz", steps, False).wait() == 0
     path, killed, inside, last, resume = folder / "killed.npz", 0, 0, 0, False
@@ -98,8 +98,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        for what, count in run(args.kills, args.seed, Path(folder)).items():
-            print(f"{what:14} {count}")
+        counts = run(args.kills, args.seed, Path(folder))
+    for what, count in counts.items():
+        print(f"{what:14} {count}")
+    assert counts["kills"] == args.kills
+    assert counts["inside a save"] > 0.2 * args.kills
     print("the file loaded after every kill, and the end is that of the undisturbed training")
 
 

@@ -77,10 +77,15 @@ class DecoderState:
             raise ValueError("the state was left half extended by an error: make a new one")
         return lengths.pop()
 
-    def select(self, rows: Rows) -> None:
-        """Item i becomes a copy of what was item rows[i]: to drop, repeat or reorder items."""
+    def select(self, rows: Rows, memory: bool = True) -> None:
+        """Item i becomes a copy of what was item rows[i]: to drop, repeat or reorder items.
+
+        memory: whether the memory's keys and values move too (not, where they would be the same).
+        """
         for cache in self.caches:
             cache.select(rows)
+        if not memory:
+            return
         chosen: dict[int, tuple[Array, Array]] = {}  # a shared pair is copied once
         for i, pair in enumerate(self.memory):
             if pair is not None:
