@@ -288,6 +288,8 @@ def as_ids(name: str, ids: ArrayLike, size: int) -> NDArray[np.intp]:
     would otherwise wrap (-1 is the last row).
     """
     array = _rectangular(name, ids)
+    if array.size == 0 and not isinstance(ids, np.ndarray):  # of an empty list NumPy makes floats
+        array = array.astype(np.intp)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {array.dtype}, expected integers")
     if array.size and (array.min() < 0 or array.max() >= size):

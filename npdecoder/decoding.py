@@ -117,8 +117,6 @@ def generate(
         raise TypeError(f"model is a {type(model).__name__}, expected a LanguageModel")
     sampler = Sampler(temperature, top_k, top_p, min_p)
     rng = np.random.default_rng((integer("seed", seed, 0), 0))
-    if np.size(prompt) == 0:
-        raise ValueError("prompt is empty: begin with at least one id, such as BOS")
     text = as_ids("prompt", prompt, model.config.vocab_size)
     if text.ndim != 1:
         raise ValueError(f"prompt has shape {text.shape}, expected (T,)")
@@ -379,8 +377,6 @@ def _begin(
 def _prompts(ids: ArrayLike, model: LanguageModel) -> tuple[NDArray[np.intp], list[int]]:
     """The prompts with their padding on the left, and how many tokens each has."""
     c = model.config
-    if np.ndim(ids) == 2 and np.size(ids) == 0 and len(np.asarray(ids)):
-        raise ValueError("prompt 0 is empty: begin with at least one id, such as BOS")
     prompts = as_batch("ids", ids, c.vocab_size, c)
     real = np.ones(prompts.shape, np.bool_) if c.pad_id is None else prompts != c.pad_id
     counts = real.sum(axis=1).tolist()

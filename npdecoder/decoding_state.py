@@ -118,8 +118,6 @@ class DecodingState:
 
     def _read(self, ids: ArrayLike) -> Array:
         model, config = self.model, self.model.config
-        if np.ndim(ids) == 2 and np.size(ids) == 0 and len(np.asarray(ids)):
-            raise ValueError("ids has no column: begin with at least one id, such as BOS")
         ids = as_batch("ids", ids, self._vocab_size, config)
         B, T = ids.shape
         if self.batch_size not in (None, B):

@@ -27,6 +27,7 @@ from npdecoder.core import Array, Parameter
 from npdecoder.files import save_weights
 
 FORWARD, BACKWARD = "forward", "backward"
+PLUMBING = ("_", "grads", "parts", "dmemory_parts", "layer_memory")  # locals that carry others on
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,11 @@ class Call:
     layer: its name in the model, "" for the model itself. cls: the class. method: the function.
     direction: "forward" or "backward". depth: how many calls of other layers it stood in.
     inputs: its arguments by name. outputs: what it returned, as a list of arrays (forward: without
-        ctx). values: every array among its locals and the named fields of ctx.
-    grads: of a backward, parameter.grad by the parameter's name in the layer, after the call.
-    parent: the index of the call it stood in, or None. code: where the source is.
+        ctx). values: every array among its locals, those of its private helpers, the named fields
+        of ctx, and the layer's own parameters.
+    grads: of a backward, what this call added to .grad, by the parameter's name in the layer.
+    parent: the index of the call it stood in, or None. codes: where the source is, of the method
+        and then of its helpers.
     """
 
     index: int
@@ -52,12 +55,13 @@ class Call:
     outputs: list[Array]
     values: dict[str, Array]
     grads: dict[str, Array]
-    code: CodeType
+    codes: list[CodeType]
 
     def arrays(self) -> dict[str, Array]:
-        """All of them by name; the gradient of a parameter W as dW."""
+        """All of them by name; the gradient of a parameter W as dW, if no local has that name."""
         grads = {f"d{name}": grad for name, grad in self.grads.items()}
-        return {**self.inputs, **self.values, **grads}
+        return {**self.inputs, **self.values, **{k: v for k, v in grads.items()
+                                                 if k not in self.values}}
 
 
 class _Open:
@@ -69,6 +73,8 @@ class _Open:
         arguments = frame.f_code.co_varnames[1 : frame.f_code.co_argcount]
         self.inputs = _arrays({k: frame.f_locals[k] for k in arguments if k != "ctx"})
         self.values: dict[str, Array] = {}
+        self.codes = [frame.f_code]
+        self.grads = {k: p.grad.copy() for k, p in _own_parameters(layer).items() if p.has_grad}
 
 
 class Trace:
@@ -115,7 +121,7 @@ class Trace:
         calls = [call for call in self.calls if call.layer == name]
         if not calls:
             known = ", ".join(sorted({repr(call.layer) for call in self.calls}))
-            raise KeyError(f"no call of a layer {name!r}; there are: {known}")
+            raise KeyError(f"no call of a layer {name!r}; there are: {known or 'none at all'}")
         found: dict[str, Array] = {}
         last = {(call.direction, call.method): call for call in calls}
         for direction in (FORWARD, BACKWARD):
@@ -154,33 +160,29 @@ class Trace:
     def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
         if event not in ("call", "return") or frame.f_code.co_argcount == 0:
             return
-        code = frame.f_code
-        if code.co_varnames[0] != "self":
-            return
-        layer = frame.f_locals.get("self")
+        layer = frame.f_locals.get(frame.f_code.co_varnames[0])  # self, whatever it is called
         if id(layer) not in self._layers or self.names[self._layers[id(layer)]] is not layer:
             return
         if event == "call":
             self._begin(layer, frame)
         else:
-            self._end(frame, arg)
+            self._end(layer, frame, arg)
 
     def _begin(self, layer: Any, frame: FrameType) -> None:
-        if frame.f_code.co_name.startswith("__") or (self._open and self._open[-1].layer is layer):
-            return  # a part of the call that is open
-        if frame.f_code.co_name.startswith("_") or not _is_step(frame.f_code.co_name):
-            return
+        if not _is_step(frame.f_code.co_name):
+            return  # a helper: a part of the call that is open
         parent = self._open[-1].index if self._open else None
         self._open.append(_Open(self._count, layer, frame, len(self._open), parent))
         self._count += 1
 
-    def _end(self, frame: FrameType, returned: Any) -> None:
-        if not self._open or self._open[-1].layer is not frame.f_locals.get("self"):
+    def _end(self, layer: Any, frame: FrameType, returned: Any) -> None:
+        if not self._open or self._open[-1].layer is not layer:
             return
         call = self._open[-1]
         if frame is not call.frame:  # a helper of the same layer: its locals belong to the call
-            if not frame.f_code.co_name.startswith("_check"):
+            if frame.f_code.co_name.startswith("_") and "check" not in frame.f_code.co_name:
                 call.values = {**_arrays(frame.f_locals), **call.values}
+                call.codes += [frame.f_code] * (frame.f_code not in call.codes)
             return
         self._open.pop()
         code, variables = frame.f_code, dict(frame.f_locals)
@@ -198,9 +200,12 @@ class Trace:
             values["output"] = output.copy()
         if not isinstance(ctx, np.ndarray):
             fields: dict[str, Any] = getattr(ctx, "_asdict", dict)()
-            values = {**_arrays(fields), **values}
+            counts = {k: np.array(v) for k, v in fields.items() if type(v) is int}
+            values = {**_arrays(fields), **counts, **values}
         values = {**{k: v for k, v in call.values.items() if k not in inputs}, **values}
-        own = self._own_parameters(call.layer) if backward else {}
+        own = _own_parameters(call.layer)
+        values = {**{k: p.value.copy() for k, p in own.items()}, **values}
+        grads = {k: p.grad - call.grads.get(k, 0.0) for k, p in own.items()} if backward else {}
         self.calls.append(
             Call(
                 call.index,
@@ -213,18 +218,18 @@ class Trace:
                 inputs,
                 list(_arrays({"": output}).values()),
                 values,
-                {name: p.grad.copy() for name, p in own.items()},
-                code,
+                grads,
+                call.codes,
             )
         )
 
-    def _own_parameters(self, layer: Any) -> dict[str, Parameter]:
-        """Those among the attributes of the layer itself."""
-        return {k: p for k, p in getattr(layer, "__dict__", {}).items() if isinstance(p, Parameter)}
+def _own_parameters(layer: Any) -> dict[str, Parameter]:
+    """Those among the attributes of the layer itself."""
+    return {k: p for k, p in getattr(layer, "__dict__", {}).items() if isinstance(p, Parameter)}
 
 
 def _is_step(name: str) -> bool:
-    steps = ("forward", "project", "attend", "enter", "leave", "encode", "decode")
+    steps = ("forward", "project", "attend", "enter", "leave", "encode", "decode", "embed")
     return name == BACKWARD or name.removesuffix("_backward") in steps
 
 
@@ -232,7 +237,7 @@ def _arrays(variables: Any) -> dict[str, Array]:
     """The arrays among the values, copied; those of a tuple or list of arrays by number."""
     found: dict[str, Array] = {}
     for name, value in variables.items():
-        if name == "_":
+        if name in PLUMBING:
             continue
         if isinstance(value, (np.ndarray, np.floating, float)):
             found[name] = np.array(value)

@@ -115,8 +115,9 @@ def _run(
                          "are more than a page can show: take shorter sentences or a smaller model")
     criterion = CrossEntropy()
     with Trace(model, criterion=criterion) as trace:
-        logits, ctx = model.forward([source], [target_input])
+        logits, ctx = model.forward([source], [list(map(int, target_input))])
         loss, loss_ctx = criterion.forward(logits, [targets])
         model.backward(ctx, criterion.backward(loss_ctx))
-    tokens = Tokens(names, [vocabulary[i] for i in target_input], vocabulary)
+    words = [[vocabulary[i] for i in ids] for ids in (target_input, targets)]
+    tokens = Tokens(names, words[0], vocabulary, words[1])
     return Traced(title, trace, tokens, float(loss))

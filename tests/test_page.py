@@ -123,7 +123,7 @@ def test_rows_and_columns_are_named_by_their_words(
 
 def test_the_lines_are_those_of_the_source_without_the_docstring(document: str) -> None:
     data = data_of(document)
-    source = data["sources"]["LayerNorm.backward"]
+    (source,) = data["sources"]["LayerNorm.backward"]
     assert source["file"] == "npdecoder/layers/layer_norm.py"
     lines = Path(inspect.getfile(LayerNorm)).read_text("utf-8").split("\n")
     assert len(source["lines"]) > 5
@@ -138,11 +138,12 @@ def test_every_layer_and_block_has_its_formulas_forward_and_backward() -> None:
     modules = (npdecoder.layers, npdecoder.blocks)
     names = {n for m in modules for n, c in vars(m).items()
              if inspect.isclass(c) and issubclass(c, Layer)}
-    assert names <= FORMULAS.keys()
+    assert names <= {cls for cls, _, _ in FORMULAS}
     for forward, backward in FORMULAS.values():
         for line in (*forward, *backward):
-            element = ElementTree.fromstring(math(line).replace("&#8195;", " "))
-            assert element.tag == "math"
+            assert ElementTree.fromstring(math(line)).tag == "math"
+            outside = re.sub(r"\{[^{}]*\}|\[[^]]*\]", "", line)
+            assert outside.count(" = ") + outside.count("->") == 1, f"not one formula: {line}"
 
 
 @pytest.mark.parametrize(("text", "expected"), [
@@ -154,6 +155,12 @@ def test_every_layer_and_block_has_its_formulas_forward_and_backward() -> None:
     ("sum_{i}", "<munder><mo>∑</mo><mrow><mi>i</mi></mrow></munder>"),
     ("a_1^2", "<msubsup><mi>a</mi><mn>1</mn><mn>2</mn></msubsup>"),
     ("a < b", "<mi>a</mi><mo>&lt;</mo><mi>b</mi>"),
+    ("a b", '<mi>a</mi><mspace width="0.17em"/><mi>b</mi>'),
+    ("a * b", "<mi>a</mi><mo>∘</mo><mi>b</mi>"),
+    ("f(a) b", '<mi>f</mi><mo>(</mo><mi>a</mi><mo>)</mo><mspace width="0.17em"/><mi>b</mi>'),
+    ("A_dropped", "<msub><mi>A</mi><mi>dropped</mi></msub>"),
+    ("dx_hat", "<mrow><mi>d</mi><mover><mi>x</mi><mo>^</mo></mover></mrow>"),
+    ("h1_n", "<msub><mi>h1</mi><mi>n</mi></msub>"),
 ])  # fmt: skip
 def test_the_notation_of_formulas(text: str, expected: str) -> None:
     assert math(text) == f'<math display="block"><mrow>{expected}</mrow></math>'

@@ -16,12 +16,8 @@ def softmax(x: ArrayLike, axis: int = -1) -> Array:
     An entry -inf gets 0. A row of nothing but -inf, where nothing is visible, gets zeros all over;
     a row that holds NaN or +inf is NaN. Errors: TypeError for integers and float16.
     """
-    x = as_array("x", x)
-    # y is the same for x + c: with c = -max(x), exp cannot overflow
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        e = np.exp(_below_max(x, axis))
-        Z = e.sum(axis=axis, keepdims=True)
-        Z += Z == 0  # nothing visible: 0 / 1 for 0 / 0
+    e, Z = _e_and_Z(as_array("x", x), axis)
+    with np.errstate(under="ignore", invalid="ignore"):
         y: Array = e / Z
     return y
 
@@ -38,6 +34,16 @@ def log_softmax(x: ArrayLike, axis: int = -1) -> Array:
         Z += Z == 0
         below -= np.log(Z)  # in place: of a large vocabulary one array less
     return below
+
+
+def _e_and_Z(x: Array, axis: int) -> tuple[Array, Array]:
+    """exp(x - max(x)), and its sum along axis, or 1 where nothing is visible: 0 / 1 for 0 / 0."""
+    # y is the same for x + c: with c = -max(x), exp cannot overflow
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        e = np.exp(_below_max(x, axis))
+        Z = e.sum(axis=axis, keepdims=True)
+        Z += Z == 0
+    return e, Z
 
 
 def _below_max(x: Array, axis: int) -> Array:
@@ -57,8 +63,11 @@ class Softmax(Layer):
 
     def forward(self, x: ArrayLike) -> tuple[Array, SoftmaxContext]:
         """x (..., n) -> y (..., n), each row of y a distribution."""
-        # 1. e_i = exp(x_i - max(x));  2. Z = sum_i e_i;  3. y_i = e_i / Z
-        y = softmax(x)
+        # 1. e_i = exp(x_i - max(x)), and 2. Z = sum_i e_i
+        e, Z = _e_and_Z(as_array("x", x), -1)
+        # 3. y_i = e_i / Z
+        with np.errstate(under="ignore", invalid="ignore"):
+            y: Array = e / Z
         return y, SoftmaxContext(y)
 
     def backward(self, ctx: SoftmaxContext, dy: ArrayLike) -> Array:

@@ -83,4 +83,4 @@ class LanguageModel(TokenModel):
         # 2.
         dx = self.decoder.backward(ctx.decoder, dstack)
         # 1.
-        return self._embed_backward(ctx.embed, dx, self.embedding, self.positions)
+        return self.embed_backward(ctx.embed, dx, self.embedding, self.positions)

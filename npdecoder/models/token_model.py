@@ -54,7 +54,7 @@ class TokenModel(Layer):
         x, dropout_ctx = self.position_dropout.forward(e_p, rng)
         return x, EmbedContext(embedding_ctx, positions_ctx, dropout_ctx)
 
-    def _embed_backward(
+    def embed_backward(
         self,
         ctx: EmbedContext,
         dx: Array,

@@ -131,7 +131,7 @@ class Transformer(TokenModel):
     def encode_backward(self, ctx: EncodeContext, dmemory: ArrayLike) -> tuple[()]:
         """dmemory (B, S, d_model) -> ()."""
         dx = self.encoder.backward(ctx.encoder, dmemory)
-        return self._embed_backward(ctx.embed, dx, self.source_embedding, self.source_positions)
+        return self.embed_backward(ctx.embed, dx, self.source_embedding, self.source_positions)
 
     def decode(
         self,
@@ -164,7 +164,7 @@ class Transformer(TokenModel):
         # 2.
         dx, dmemory = self.decoder.backward(ctx.decoder, dstack)
         # 1.
-        self._embed_backward(ctx.embed, dx, self.target_embedding, self.target_positions)
+        self.embed_backward(ctx.embed, dx, self.target_embedding, self.target_positions)
         return np.asarray(dmemory)
 
     def source_mask(self, source_ids: ArrayLike, mask: ArrayLike | None = None) -> Array | None:

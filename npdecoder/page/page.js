@@ -142,12 +142,9 @@ function picture(array) {
   link.click();
 }
 
-// The same part in the other direction: its last forward, or its first backward.
+// The call that this one undoes, or that undoes it.
 function counterpart(index) {
-  const step = steps[index], pair = step.backward
-    ? (step.method === "backward" ? "forward" : step.method.replace("_backward", ""))
-    : (step.method === "forward" ? "backward" : step.method + "_backward");
-  return steps.findIndex((s) => s.layer === step.layer && s.method === pair);
+  return steps[index].pair;
 }
 
 function arraysOf(step) {
@@ -172,16 +169,19 @@ function arraysOf(step) {
 }
 
 function sourceOf(step) {
-  const source = data.sources[step.source];
-  if (!source.lines.length) return [];
-  const pre = element("pre");
-  for (const [number, text] of source.lines) {
-    pre.append(element("span", { class: "n" }, String(number)));
-    const at = text.search(/(^|\s)#/);
-    if (at < 0) pre.append(text + "\n");
-    else pre.append(text.slice(0, at), element("span", { class: "c" }, text.slice(at)), "\n");
+  const found = [];
+  for (const source of data.sources[step.source]) {
+    if (!source.lines.length) continue;
+    const pre = element("pre");
+    for (const [number, text] of source.lines) {
+      pre.append(element("span", { class: "n" }, String(number)));
+      const at = text.search(/(^|\s)#/);
+      if (at < 0) pre.append(text + "\n");
+      else pre.append(text.slice(0, at), element("span", { class: "c" }, text.slice(at)), "\n");
+    }
+    found.push(element("h3", {}, `the lines that computed it: ${source.file}`), pre);
   }
-  return [element("h3", {}, `the lines that computed it: ${source.file}`), pre];
+  return found;
 }
 
 function show(index) {
@@ -192,7 +192,7 @@ function show(index) {
     step.backward ? "← backward" : "forward →"), ` ${step.layer || "the model"} `);
   const detail = element("p", { class: "lead" }, `${step.cls}.${step.method}`);
   view.replaceChildren(title, detail);
-  const formulas = data.formulas[step.cls];
+  const formulas = data.formulas[step.formulas];
   if (formulas) {
     const both = element("div", { class: "formulas" });
     for (const [title, index] of [["forward", 0], ["backward", 1]]) {
