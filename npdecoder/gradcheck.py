@@ -333,9 +333,9 @@ class _Check:
             kinks, misses = 0, 0
             zero = bool(np.abs(a).max(initial=0.0) <= ZERO)
             if not scale <= ZERO:
-                wrong = 0  # beyond a dozen it is no accident: the others are as they are
+                wrong = 0  # beyond a few it is no accident: the others are as they are
                 for i in np.flatnonzero(~(np.abs(a - n) <= self.tolerance * scale)):
-                    if wrong == 12:
+                    if wrong == 4:
                         break
                     n[i], kink = self.second_look(
                         array, start, moves[i], slopes[i], a[i], scale, zero
@@ -393,7 +393,7 @@ class _Check:
         keywords = dict(self.keywords)
         if isinstance(keywords.get("rng"), int):
             keywords["rng"] = np.random.default_rng(keywords["rng"])
-        facts = Facts(self.layer, self.inputs, keywords, tensors, self.y, self.dy, gradients)
+        facts = Facts(self.layer, self.inputs, keywords, tensors, self.y, self.dy, gradients, {})
         try:
             with np.errstate(all="ignore"):
                 return find_hints(facts, lambda part, inputs, kw: gradcheck(part, *inputs, **kw))

@@ -57,6 +57,7 @@ class Facts(NamedTuple):
     y: list[Array]
     dy: list[Array]
     gradients: Callable[[list[Array]], dict[str, Array]]
+    memo: dict[str, Any]  # what was found once
 
 
 def find_hints(
@@ -320,6 +321,12 @@ class Flow(NamedTuple):
 
 
 def _flows(facts: Facts) -> list[Flow]:
+    if "flows" not in facts.memo:
+        facts.memo["flows"] = _find_flows(facts)
+    return facts.memo["flows"]
+
+
+def _find_flows(facts: Facts) -> list[Flow]:
     flows = [Flow("dy", dy, True) for dy in facts.dy]
     trace = _backward_trace(facts)
     calls = [call for call in trace if call.layer]

@@ -333,7 +333,7 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize(("make", "keywords"), ODD, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("make", "keywords"), ODD, ids=[f"{i}" for i in range(len(ODD))])
 def test_odd_layers_do_no_harm(make, keywords):
     layer = make()
     before = state(layer)
