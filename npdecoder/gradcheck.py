@@ -42,7 +42,7 @@ class GradcheckReport:
     """What gradcheck found. str(report) is a table of 80 columns.
 
     .ok: whether every tensor agrees; .max_relative_error: the largest; .rows: one a tensor
-    .hints: sentences that say what the failure looks like, the best first (npdecoder/hints.py);
+    .hints: sentences that say what the failure looks like, the best first (npdecoder/hints/);
         none if all is well, and none in directional mode, which has no arrays to look at
     """
 

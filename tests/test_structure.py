@@ -31,7 +31,11 @@ MAY_IMPORT = {
     # the checker: it needs no layer, and looks at any object with forward and backward
     "files": ("core",),
     "trace": ("core", "files"),
-    "hints": ("core", "trace"),
+    "hints.facts": ("core", "trace"),
+    "hints.tensors": ("core", "hints"),
+    "hints.rules": ("core", "trace", "hints"),
+    "hints.parts": ("core", "trace", "hints"),
+    "hints": ("hints",),
     "gradcheck": ("core", "hints"),
     "optim": ("core",),
     "text": (),
