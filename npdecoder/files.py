@@ -102,14 +102,10 @@ def check_writable(path: PathLike) -> None:
     """Raise the error that save_weights(path) would, before the work is done."""
     if _suffix(path) == ".safetensors":
         _safetensors()
-    if Path(path).is_dir():
-        raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
-    if Path(path).exists() and not Path(path).is_file():
+    if Path(path).exists() and not Path(path).is_dir() and not Path(path).is_file():
         raise OSError(errno.EINVAL, "is no ordinary file", str(path))
-    folder = _resolved(path).parent
-    if not folder.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "no such folder", str(folder))
-    with tempfile.TemporaryFile(dir=folder):
+    _refuse_folders(path)
+    with tempfile.TemporaryFile(dir=_resolved(path).parent):
         pass
 
 
@@ -225,6 +221,7 @@ def _suffix(path: PathLike) -> str:
 @contextmanager
 def replacing(path: PathLike) -> Iterator[IO[bytes]]:
     """A file to write that takes the place of path when it is complete."""
+    _refuse_folders(path)
     path = _resolved(path)  # through a link, to the file it names: the link stays one
     # its own, so that leftovers of this path are known, and short: a name may be as long as it can
     start = f".npdecoder-{zlib.crc32(os.fsencode(path.name)):08x}-"
@@ -275,6 +272,14 @@ def _remove_if_abandoned(path: Path) -> None:
     with suppress(OSError), open(path, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error while its writer lives
         path.unlink()
+
+
+def _refuse_folders(path: PathLike) -> None:
+    if Path(path).is_dir():
+        raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
+    folder = _resolved(path).parent
+    if not folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "no such folder", str(folder))
 
 
 def _resolved(path: PathLike) -> Path:

@@ -275,6 +275,8 @@ class _Check:
 
     def gradients(self, ctx: Any, dy: Any) -> list[Array]:
         returned = self.layer.backward(ctx, dy)
+        if returned is None and self.floats:
+            raise ValueError("backward returned None: is its return missing?")
         return [grad.copy() for _, grad in _leaves("gradient", returned)]
 
     def refuse_writes(self) -> None:

@@ -1532,3 +1532,15 @@ def test_tiny_gradients_are_taken_as_zero_but_not_in_silence():
 def test_step_and_tolerance_are_checked(option, value):
     with pytest.raises(ValueError, match=option):
         gradcheck(ReLU(), normal(3), **{option: value})
+
+
+def test_a_backward_without_a_return_is_told_so():
+    class Forgot(Layer):
+        def forward(self, x):
+            return 2.0 * x, None
+
+        def backward(self, ctx, dy):
+            dx = 2.0 * dy  # noqa: F841  (the mistake)
+
+    with pytest.raises(ValueError, match=r"backward returned None: is its return missing\?"):
+        gradcheck(Forgot(), np.ones((2, 3)))

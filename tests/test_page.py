@@ -265,3 +265,39 @@ def test_a_trained_model_is_read_in_float64_and_left_as_it_was() -> None:
     large = Transformer(TransformerConfig(6, 6, pad_id=0, **wide), 0)
     with pytest.raises(ValueError, match="more than a page can show"):
         translated(Translator(large, vocabulary, vocabulary), "a b", "b")
+
+
+def test_of_a_layer_by_itself_no_parts_are_drawn_that_it_does_not_have() -> None:
+    assert diagram({"": LayerNorm(3)}) == ""
+    traced = worked_example()
+    parts = {name: part for name, part in traced.trace.names.items() if "encoder" not in name}
+    assert "encoder" not in diagram(parts)
+
+
+def test_rows_and_columns_of_a_source_as_long_as_the_target_have_the_right_words() -> None:
+    """By where a call stands, not by its length: here both sides have three words."""
+    traced = worked_example()
+    data = data_of(page(traced.trace, traced.tokens, traced.title))
+    source, target = traced.tokens.source, traced.tokens.target
+    for step, call in zip(data["steps"], traced.trace):
+        outer = [call]
+        while outer[-1].parent is not None:
+            outer.append(traced.trace.calls[outer[-1].parent])
+        for array in step["arrays"]:
+            if any(c.method.startswith("encode") for c in outer):
+                assert array["rows"] != target, (call.layer, array["name"])
+            if call.layer.startswith("decoder.layers.0.feed_forward"):
+                assert array["rows"] != source, (call.layer, array["name"])
+
+
+def test_a_page_of_a_wide_model_stays_small() -> None:
+    from npdecoder import Transformer, TransformerConfig
+    from npdecoder.text import Vocabulary
+
+    words = [f"w{i}" for i in range(200)]
+    vocabulary = Vocabulary(words)
+    sizes = {"d_model": 64, "num_heads": 4, "num_encoder_layers": 1, "num_decoder_layers": 1}
+    model = Transformer(TransformerConfig(204, 204, pad_id=0, **sizes), 0)
+    traced = translated(Translator(model, vocabulary, vocabulary), " ".join(words[:9]),
+                        " ".join(words[:8]))  # fmt: skip
+    assert len(page(traced.trace, traced.tokens, traced.title).encode()) < 1_000_000

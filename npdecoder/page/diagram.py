@@ -23,6 +23,13 @@ def diagram(names: Mapping[str, Any]) -> str:
         decoder += [("criterion", "cross-entropy")]
     columns.append(("decoder", decoder))
 
+    # of a layer by itself there is nothing to draw
+    columns = [
+        (title, [box for box in boxes if box[0].split()[0] in names]) for title, boxes in columns
+    ]
+    columns = [(title, boxes) for title, boxes in columns if boxes]
+    if not columns:
+        return ""
     tallest = max(len(boxes) for _, boxes in columns)
     height = tallest * (BOX + GAP) + 30
     parts, tops = [], {}

@@ -109,7 +109,7 @@ function draw(array) {
   pen.textBaseline = "middle";
   pen.fillStyle = root.getPropertyValue("--ink");
   pen.font = "bold 16px system-ui, sans-serif";
-  pen.fillText(`${array.name}  (${array.shape.join(" × ")})`, 8, 16);
+  pen.fillText(`${array.name}  (${array.shape.join(" × ")}${array.cut ? ", the first part" : ""})`, 8, 16);
   pen.font = "13px system-ui, sans-serif";
   let top = 32;
   for (const { title, body } of parts) {
