@@ -975,7 +975,7 @@ def test_the_package_unpickles_and_evaluates_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["none/x.html", "."])
-def test_a_file_that_cannot_be_made_is_named_as_the_user_named_it(tmp_path: Path, name: str) -> None:
+def test_a_file_that_cannot_be_made_is_named_as_the_user_did(tmp_path: Path, name: str) -> None:
     with pytest.raises(OSError, match="folder") as caught, files.replacing(tmp_path / name):
         pass
     assert ".part" not in str(caught.value)
