@@ -194,7 +194,7 @@ def _(rng, s):
     return layer, (rng.integers(0, s.V, (s.B, s.T)),), {}
 
 
-@plant("Embedding: W.grad[ids] += loses repeated ids", ("left out of a sum", "term missing"))
+@plant("Embedding: W.grad[ids] += loses repeated ids", "overwritten")
 def _(rng, s):
     class Mistaken(Embedding):
         def backward(self, ctx, dy):
@@ -244,7 +244,7 @@ def _(rng, s):
 
 @plant(
     "LearnedPositions: P.grad[positions] += loses repeated positions",
-    ("left out of a sum", "term missing"),
+    "overwritten",
 )
 def _(rng, s):
     class Mistaken(LearnedPositions):
@@ -1299,7 +1299,7 @@ def _(rng, s):
 
 @plant(
     "own tied embeddings: W.grad[ids] += loses repeated ids",
-    ("left out of a sum", "term missing"),
+    "overwritten",
 )
 def _(rng, s):
     class Mistaken(OwnTied):

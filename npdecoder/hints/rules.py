@@ -121,7 +121,8 @@ def _norm_verdict(weights: Array, d: int) -> str | None:
 
 def rows_of_a_table(facts: Facts) -> Callable[[Tensor], str | None]:
     """A table that is read by ids (or positions): which places' gradients reach its rows?"""
-    tables = [x for value in facts.inputs for x in flat(value) if x.dtype.kind in "iu" and x.size]
+    given = (*facts.inputs, *facts.keywords.values())
+    tables = [x for value in given for x in flat(value) if x.dtype.kind in "iu" and x.size]
     for x in (x for value in facts.inputs for x in flat(value)):
         if x.dtype.kind == "f" and x.ndim == 3:
             tables.append(np.broadcast_to(np.arange(x.shape[1]), x.shape[:2]))

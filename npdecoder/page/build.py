@@ -216,6 +216,8 @@ def _source(code: CodeType) -> dict[str, Any]:
     if quotes:
         del numbered[quotes[0] : quotes[1] + 1]
     indent = min((len(t) - len(t.lstrip()) for _, t in numbered if t.strip()), default=0)
-    path = Path(code.co_filename).parts
-    where = "/".join(path[path.index("npdecoder", -4):]) if "npdecoder" in path[-4:] else path[-1]
+    *folders, where = Path(code.co_filename).parts
+    if "npdecoder" in folders:  # the last of this name: a clone's folder may have it too
+        start = len(folders) - 1 - folders[::-1].index("npdecoder")
+        where = "/".join([*folders[start:], where])
     return {"file": where, "lines": [[number, text[indent:]] for number, text in numbered]}
