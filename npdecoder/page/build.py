@@ -21,7 +21,7 @@ from npdecoder.page.formulas import FORMULAS, formula_key, math
 from npdecoder.trace import BACKWARD, FORWARD, Call, Trace
 
 FOLDER = Path(__file__).parent
-LIMITS = (64, 32, 24, 16, 12, 8)  # rows and columns of an array; more are left out, and the page says so
+LIMITS = (64, 32, 24, 16, 12, 8)  # rows and columns of an array; the page says what is left out
 SLICES = 8  # of sentences and heads
 BUDGET = 900_000  # bytes of the data: the largest of LIMITS that fits is taken
 QUERY_BY_KEY = ("S", "S_masked", "A", "A_dropped", "dA", "dA_dropped", "dS", "target_mask",
