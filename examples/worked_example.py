@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import npdecoder
 from npdecoder import (
     SGD,
     CrossEntropy,
@@ -37,7 +36,6 @@ from npdecoder import (
     MultiHeadAttention,
     Parameter,
     Transformer,
-    TransformerConfig,
     causal_mask,
     greedy_decode,
     log_softmax,
@@ -45,6 +43,7 @@ from npdecoder import (
 )
 from npdecoder.blocks.multi_head_attention import merge_heads, split_heads
 from npdecoder.console import left, prepare, right, shown, width
+from npdecoder.traced import WORKED_EXAMPLE, worked_example_model
 
 Array = NDArray[Any]
 
@@ -52,7 +51,7 @@ SOURCE, DECODER_INPUT, TARGETS = [[2, 5, 3]], [[1, 7, 4]], [[7, 4, 6]]
 SOURCE_WORDS = {2: "I", 5: "love", 3: "you"}
 TARGET_WORDS = {1: "<s>", 7: "我", 4: "爱", 6: "你"}
 BOS, UNUSED = 1, 0  # the article has no end token: 0 stands for one, and no target is 0
-DEFAULT_WEIGHTS = Path(npdecoder.__file__).with_name("worked_example.json")
+DEFAULT_WEIGHTS = WORKED_EXAMPLE
 PAGE = 100  # columns
 
 # What the article prints for the positions 0, 1, 2, and for embedding + position
@@ -61,22 +60,10 @@ ARTICLE_SUMS = [[0.1, 1.3, -0.2, 1.5], [1.6, 0.4, 0.5, 0.7], [0.7, 0.2, 0.3, 1.7
 
 
 def make_model() -> Transformer:
-    """The article's model; float64, so that the fourth decimal is right."""
-    config = TransformerConfig(
-        10,
-        10,
-        d_model=4,
-        num_heads=2,
-        d_ff=16,
-        num_encoder_layers=1,
-        num_decoder_layers=1,
-        norm="post",
-        attention_bias=True,
-        scale_embeddings=False,
-        dropout=0.0,  # the article's 0.1 would make every run another one
-        max_len=5000,
-    )
-    return Transformer(config, rng=0, dtype=np.float64)
+    """The article's model (see npdecoder/traced.py), without its dropout of 0.1, which would make
+    every run another one; float64, so that the fourth decimal is right.
+    """
+    return worked_example_model()
 
 
 def words_of(ids: Sequence[int], words: Mapping[int, str]) -> list[str]:
@@ -788,7 +775,6 @@ def main(arguments: list[str] | None = None) -> int:
     prepare(sys.stderr)
     model = make_model()
     try:
-        read_weights(DEFAULT_WEIGHTS, model)
         if options.weights is not None:
             changed = read_weights(options.weights, model)
         if options.write_weights is not None:

@@ -26,7 +26,7 @@ from npdecoder.layers import CrossEntropy
 from npdecoder.models import LanguageModel, LanguageModelConfig, Transformer, TransformerConfig
 from npdecoder.optim import SGD, AdamW, cosine_schedule, decay_groups
 from npdecoder.page import write_page
-from npdecoder.runs import Run, refuse_other_text, resumed_options
+from npdecoder.runs import Run, fingerprint, refuse_other_text, resumed_options
 from npdecoder.text import (
     Characters,
     PairOfIds,
@@ -516,7 +516,7 @@ def _train_lm(args: argparse.Namespace) -> int:
     if not text:
         raise ValueError(f"{args.text} is empty")
     if checkpoint is not None:
-        refuse_other_text(args.out, checkpoint, text)
+        refuse_other_text(args.out, checkpoint, fingerprint(text))
     cut = round((1.0 - o["held_out"]) * len(text))
     if checkpoint is None:
         characters = Characters.build(text)

@@ -195,10 +195,19 @@ def find_parameters(layer: Any) -> Iterator[tuple[str, Parameter]]:
 
     Looks into its attributes, the layers among them, and lists, tuples and dicts of all these.
     """
-    return _walk(layer, "", set())
+    return ((name, x) for name, x in _walk(layer, "", set()) if isinstance(x, Parameter))
 
 
-def _walk(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Parameter]]:
+def find_layers(layer: Any) -> Iterator[tuple[str, Any]]:
+    """Pairs (dotted name, layer or other object with forward and backward), itself as "".
+
+    Each comes once, under its first name, and is looked for where find_parameters looks.
+    """
+    return ((name, x) for name, x in _walk(layer, "", set()) if not isinstance(x, Parameter))
+
+
+def _walk(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """The Parameters and layers in value, each once, a layer before what it holds."""
     children: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, (list, tuple)):
         children = enumerate(value)
@@ -210,6 +219,7 @@ def _walk(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Paramete
             yield name, value
         elif hasattr(value, "forward") and hasattr(value, "backward"):
             seen.add(id(value))
+            yield name, value
             children = getattr(value, "__dict__", {}).items()
     for key, child in children:
         yield from _walk(child, f"{name}.{key}" if name else str(key), seen)

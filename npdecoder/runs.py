@@ -44,7 +44,7 @@ class Run:
         self.batches = BatchStream(epoch, np.random.default_rng((options["seed"], 2)))
         loss = 0.0
         if checkpoint is not None:
-            refuse_other_text(out, checkpoint, data)
+            refuse_other_text(out, checkpoint, self.data)
             loss = self._resume(checkpoint)
         self.progress = Progress(self.options["steps"], self.optimizer.steps, loss)
 
@@ -104,9 +104,9 @@ def fingerprint(data: str) -> str:
 
 
 def refuse_other_text(path: str, checkpoint: Checkpoint, data: str) -> None:
-    """Raise a ValueError if the run did not begin with this text."""
+    """Raise a ValueError if the run did not begin with the text of this fingerprint."""
     try:
-        same = checkpoint.extra["training"]["data"] == fingerprint(data)
+        same = checkpoint.extra["training"]["data"] == data
     except DAMAGE:
         same = False
     if not same:

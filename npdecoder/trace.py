@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from npdecoder.core import Array, Parameter
+from npdecoder.core import Array, Parameter, find_layers
 from npdecoder.files import save_weights
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -93,9 +93,9 @@ class Trace:
 
     def __init__(self, model: Any, **others: Any) -> None:
         self.model = model
-        self.names = dict(named_layers(model))
+        self.names = dict(find_layers(model))
         for name, other in others.items():
-            self.names |= {f"{name}.{k}" if k else name: v for k, v in named_layers(other)}
+            self.names |= {f"{name}.{k}" if k else name: v for k, v in find_layers(other)}
         self.calls: list[Call] = []
         self._layers = {id(layer): name for name, layer in self.names.items()}
         self._open: list[_Open] = []
@@ -246,26 +246,6 @@ def _arrays(variables: Any) -> dict[str, Array]:
                 if isinstance(item, np.ndarray):
                     found[f"{name}[{i}]" if name else str(i)] = np.array(item)
     return found
-
-
-def named_layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Pairs (dotted name, object with forward and backward), each object under its first name."""
-    seen: set[int] = set()
-
-    def walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-        children: Any = ()
-        if isinstance(value, (list, tuple)):
-            children = enumerate(value)
-        elif isinstance(value, dict):
-            children = value.items()
-        elif hasattr(value, "forward") and hasattr(value, "backward") and id(value) not in seen:
-            seen.add(id(value))
-            yield name, value
-            children = getattr(value, "__dict__", {}).items()
-        for key, child in children:
-            yield from walk(child, f"{name}.{key}" if name else str(key))
-
-    return walk(model, "")
 
 
 def _summary(array: Array) -> str:

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "trace": ("core", "files"),
     "hints.facts": ("core", "trace"),
     "hints.tensors": ("core", "hints"),
-    "hints.rules": ("core", "trace", "hints"),
+    "hints.rules": ("core", "hints"),
     "hints.parts": ("core", "trace", "hints"),
     "hints": ("hints",),
     "gradcheck": ("core", "hints"),
@@ -87,7 +87,7 @@ MAY_IMPORT = {
     "exercises.child": ("core", "exercises.submission"),
     "exercises.grading": ("core", "gradcheck", "exercises"),
     "exercises.planted": WIRING,
-    "exercises.bugs": (*MODELS, "gradcheck", "optim", "trace", "exercises"),
+    "exercises.bugs": (*MODELS, "gradcheck", "optim", "exercises"),
     "exercises.command": ("console", "exercises"),
     # the top
     "npdecoder": (*MODELS, *TOOLS, *ON_MODELS, *PRODUCTS),

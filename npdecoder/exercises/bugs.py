@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from npdecoder.blocks import DecoderLayer, Residual
-from npdecoder.core import Array
+from npdecoder.core import Array, find_layers
 from npdecoder.exercises import planted
 from npdecoder.exercises.catalogue import randomise
 from npdecoder.gradcheck import GradcheckReport, gradcheck
 from npdecoder.layers import CrossEntropy, Dropout, Embedding
 from npdecoder.models import LanguageModel, LanguageModelConfig
 from npdecoder.optim import SGD
-from npdecoder.trace import named_layers
 
 UPDATES, EVERY = 120, 15  # of the training, and between two lines of its curve
 MODEL = LanguageModelConfig(8, d_model=16, num_heads=2, num_layers=1, max_len=12,
@@ -152,14 +151,14 @@ def plant(model: Any, right: Any, layer: Any) -> None:
     if right is Dropout:
         _one_dropout(model, layer)
         return
-    for _, part in named_layers(model):
+    for _, part in find_layers(model):
         if type(part) is right:
             part.__class__ = layer  # it has the same attributes, and other methods
 
 
 def _one_dropout(model: Any, layer: Any) -> None:
     """One instance for all residual paths (as is right if the mask is in ctx)."""
-    paths = [part for _, part in named_layers(model) if isinstance(part, Residual)]
+    paths = [part for _, part in find_layers(model) if isinstance(part, Residual)]
     one = layer(paths[0].dropout.p)
     for path in paths:
         path.dropout = one

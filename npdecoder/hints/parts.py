@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from npdecoder.core import Array, find_parameters
+from npdecoder.core import Array, find_layers, find_parameters
 from npdecoder.hints.facts import (
     Facts,
     Part,
@@ -26,7 +26,7 @@ from npdecoder.hints.facts import (
     same,
 )
 from npdecoder.hints.tensors import alone
-from npdecoder.trace import BACKWARD, FORWARD, named_layers
+from npdecoder.trace import BACKWARD, FORWARD
 
 BUDGET = 40_000  # forward passes that the search among the parts may cost
 
@@ -73,8 +73,8 @@ def _renamed(hint: str, part: Part) -> str:
 
 def _children(layer: Any) -> dict[str, Any]:
     """The layers that this one holds itself: not those within them."""
-    return {name: child for name, child in named_layers(layer) if name and not any(
-        name.startswith(f"{other}.") for other, _ in named_layers(layer) if other)}
+    return {name: child for name, child in find_layers(layer) if name and not any(
+        name.startswith(f"{other}.") for other, _ in find_layers(layer) if other)}
 
 
 @contextmanager

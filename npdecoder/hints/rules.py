@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from npdecoder.core import Array, Parameter, find_parameters
+from npdecoder.core import Array, Parameter, find_layers, find_parameters
 from npdecoder.hints.facts import (
     Facts,
     Tensor,
@@ -20,7 +20,6 @@ from npdecoder.hints.facts import (
     same,
     wrong_entries,
 )
-from npdecoder.trace import named_layers
 
 
 def known_rules(facts: Facts) -> Callable[[Tensor], str | None]:
@@ -164,7 +163,7 @@ def tied(facts: Facts) -> Callable[[Tensor], str | None]:
             return None
         places = owners.get(tensor.name, [])
         if len(places) > 1:
-            parts = [_part_of(facts, place, n.shape) for place in places]
+            parts = [_part_of(facts, place) for place in places]
             for (name, _, _), part in zip(places, parts):
                 if same(a, n - part):
                     return f"tied use missing: the gradient lacks what comes from {name}"
@@ -189,7 +188,7 @@ def _owners(layer: Any) -> dict[str, list[tuple[str, Any, str]]]:
     """By a Parameter's first name: all its places, as (path, owner, attribute)."""
     first = {id(p): name for name, p in find_parameters(layer)}
     found: dict[str, list[tuple[str, Any, str]]] = {}
-    for path, owner in named_layers(layer):
+    for path, owner in find_layers(layer):
         for attribute, value in getattr(owner, "__dict__", {}).items():
             if isinstance(value, Parameter):
                 place = f"{path}.{attribute}" if path else attribute
@@ -197,7 +196,7 @@ def _owners(layer: Any) -> dict[str, list[tuple[str, Any, str]]]:
     return found
 
 
-def _part_of(facts: Facts, place: tuple[str, Any, str], shape: tuple[int, ...]) -> Array:
+def _part_of(facts: Facts, place: tuple[str, Any, str]) -> Array:
     """The numeric gradient of one place of a Parameter, the other places held fixed."""
     _, owner, attribute = place
     shared = getattr(owner, attribute)
