@@ -40,6 +40,7 @@ from npdecoder.layers import (
     log_softmax,
     softmax,
 )
+from npdecoder.layers.tiled_attention import TiledAttention
 from npdecoder.masks import causal_mask, padding_mask, target_mask
 from npdecoder.models import LanguageModel, LanguageModelConfig, Transformer, TransformerConfig
 from npdecoder.optim import (
@@ -79,6 +80,7 @@ __all__ = [  # noqa: RUF022  (grouped as the README explains them)
     "GELU",
     "Dropout",
     "ScaledDotProductAttention",
+    "TiledAttention",
     "CrossEntropy",
     # blocks
     "MultiHeadAttention",

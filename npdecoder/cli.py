@@ -17,7 +17,7 @@ import numpy as np
 from npdecoder import __version__, console, phrase_book
 from npdecoder.character_model import CharacterModel
 from npdecoder.checkpoint import Checkpoint, load_checkpoint
-from npdecoder.core import Array
+from npdecoder.core import Array, Layer
 from npdecoder.exercises import command as exercise_command
 from npdecoder.files import check_writable
 from npdecoder.gradcheck import GradcheckReport, gradcheck
@@ -26,6 +26,7 @@ from npdecoder.layers import CrossEntropy
 from npdecoder.models import LanguageModel, LanguageModelConfig, Transformer, TransformerConfig
 from npdecoder.optim import SGD, AdamW, cosine_schedule, decay_groups
 from npdecoder.page import write_page
+from npdecoder.replicas import choose_threads
 from npdecoder.runs import Run, fingerprint, refuse_other_text, resumed_options
 from npdecoder.text import (
     Characters,
@@ -227,6 +228,13 @@ def _add_options(parser: argparse.ArgumentParser, table: Sequence[Option]) -> No
     parser.add_argument(
         "--force", action="store_true", help="replace the file --out if there is one"
     )
+    parser.add_argument(
+        "--threads",
+        type=positive_int,
+        metavar="N",
+        help="cores that share out each batch (default: as many as its size is worth); the same "
+        "number gives the same results, another one differs by rounding, and in its dropout",
+    )
     for name, kind, default, text in table:
         shown = text if default is None else f"{text} (default: {default})"
         # only what was given: a resumed run has its own defaults
@@ -321,6 +329,7 @@ def _fit(
     held_out: Sequence[tuple[str, str]],
     o: dict[str, Any],
     checkpoint: Checkpoint | None = None,
+    threads: int | None = None,
 ) -> tuple[Run, Sequence[PairOfIds]]:
     """The run that trains a Translator on pairs, before its training; held_out as ids."""
     if checkpoint is None:
@@ -360,8 +369,14 @@ def _fit(
         lambda rng: _batches(ids, o["batch_size"], rng),
         "\n".join(f"{source}\t{target}" for source, target in (*pairs, *held_out)),
         checkpoint,
+        _threads(threads, translator.model, o, sum(len(t) + 1 for _, t in ids) // len(ids)),
     )
     return run, held_out_ids
+
+
+def _threads(given: int | None, model: Layer, o: dict[str, Any], length: int) -> int:
+    """The number of threads that was given, or that is quickest with sequences of this length."""
+    return choose_threads(model, o["batch_size"], length) if given is None else given
 
 
 def _learn_pairs(run: Run, held_out_ids: Sequence[PairOfIds]) -> None:
@@ -424,7 +439,7 @@ def _demo(args: argparse.Namespace) -> int:
     options |= {"d_model": 64, "num_layers": 1, "dropout": 0.0, "max_len": 31, "min_count": 1}
     options |= {"batch_size": 32, "lr": 0.1, "warmup": 100, "validate_every": 100}
     options |= {"steps": args.steps, "seed": args.seed}
-    run, held_out_ids = _fit(args.out, train_pairs, held_out, options)
+    run, held_out_ids = _fit(args.out, train_pairs, held_out, options, threads=1)
     _learn_pairs(run, held_out_ids)
     translator, progress = cast(Translator, run.product), run.progress
     print(f"loss {progress.loss:.4f}, on held-out phrases {progress.validation_loss:.4f}")
@@ -472,7 +487,7 @@ def _train(args: argparse.Namespace) -> int:
     train_pairs, held_out = split_pairs(fitting, o["held_out"], o["seed"])
     if not train_pairs:
         raise ValueError(f"{args.pairs}: no pair is left to train on")
-    run, held_out_ids = _fit(args.out, train_pairs, held_out, o, checkpoint)
+    run, held_out_ids = _fit(args.out, train_pairs, held_out, o, checkpoint, args.threads)
     _learn_pairs(run, held_out_ids)
     translator = cast(Translator, run.product)
     print(f"{run.progress.tokens_per_second():,.0f} target tokens/s", file=sys.stderr)
@@ -556,6 +571,7 @@ def _train_lm(args: argparse.Namespace) -> int:
         lambda rng: windows(train_ids, o["context"], o["batch_size"], rng),
         text,
         checkpoint,
+        _threads(args.threads, model, o, o["context"]),
     )
 
     def validation_loss() -> float:

@@ -13,7 +13,11 @@ returns may share memory with them (a Dropout without rng returns x itself): cop
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -22,6 +26,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 Array = NDArray[Any]
 
+LARGE = 200_000  # numbers that are worth a thread
 FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.longdouble))
 
 
@@ -33,17 +38,20 @@ class Parameter:
 
     Neither array is ever rebound (but by astype): assigning copies into place, so views stay true.
     Both `p.value -= lr * p.grad` and `p.grad += dW` work in place.
+    add_product(a, b) is `p.grad += a @ b`, without the product's own array where it is the first,
+    and add_sum(rows) is `p.grad += rows.sum(axis=0)`.
 
     Errors: TypeError for a value that is not float32, float64 or longdouble; ValueError on
     assigning an array of another shape.
     """
 
-    __slots__ = ("_grad", "_value")
+    __slots__ = ("_grad", "_grad_is_old", "_value")
 
     def __init__(self, value: ArrayLike) -> None:
         array = np.array(value, order="C", subok=False)
         self._value: Array = array.astype(float_dtype("value", array.dtype), copy=False)
         self._grad: Array | None = None
+        self._grad_is_old = False  # to be read as zeros, which are not yet written
 
     @property
     def value(self) -> Array:
@@ -51,22 +59,56 @@ class Parameter:
 
     @value.setter
     def value(self, new: Array) -> None:
-        _copy_into(self._value, "value", new)
+        if new is not self._value:  # the end of `p.value -= step`, which worked in place
+            _copy_into(self._value, "value", new)
 
     @property
     def grad(self) -> Array:
         if self._grad is None:
             self._grad = np.zeros_like(self._value)
+        elif self._grad_is_old:
+            self._grad.fill(0)
+        self._grad_is_old = False
         return self._grad
 
     @grad.setter
     def grad(self, new: Array) -> None:
-        _copy_into(self.grad, "grad", new)
+        if new is not self._grad:  # the end of `p.grad += dW`
+            _copy_into(self.grad, "grad", new)
+
+    def add_sum(self, rows: Array) -> None:
+        """grad += rows.sum(axis=0), of rows (N, d), as a product with ones, which is quicker."""
+        self.add_product(filled(len(rows), 1, rows.dtype)[:, 0], rows)
+
+    def add_product(self, a: Array, b: Array) -> None:
+        """grad += a @ b."""
+        if not self.is_written:  # 0 + a @ b, in one pass over the array
+            out = np.empty_like(self._value) if self._grad is None else self._grad
+            self._grad = np.dot(a, b, out=out)  # not matmul: quicker if small
+            self._grad_is_old = False
+        else:
+            self._grad += np.dot(a, b)
+
+    def add_grads(self, arrays: Sequence[Array]) -> None:
+        """grad += each of the arrays, in their order, in as few passes as may be."""
+        first = 0
+        if not self.is_written and len(arrays) > 1:
+            out = np.empty_like(self._value) if self._grad is None else self._grad
+            self._grad = np.add(arrays[0], arrays[1], out=out)
+            self._grad_is_old = False
+            first = 2
+        for array in arrays[first:]:
+            self.grad += array
+
+    @property
+    def is_written(self) -> bool:
+        """Whether grad holds what somebody wrote, and not the zeros it begins with."""
+        return self._grad is not None and not self._grad_is_old
 
     @property
     def has_grad(self) -> bool:
         """Whether grad holds anything but zeros; does not allocate it."""
-        return self._grad is not None and bool(self._grad.any())
+        return self._grad is not None and self.is_written and bool(self._grad.any())
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -83,22 +125,48 @@ class Parameter:
     def zero_grad(self) -> None:
         if self._grad is not None:
             self._grad.fill(0)
+            self._grad_is_old = False
+
+    def forget_grad(self) -> None:
+        """zero_grad, but the zeros are written only if nothing else is before grad is read.
+
+        For loops that nobody watches: a view of grad shows the old numbers until then.
+        """
+        self._grad_is_old = self._grad is not None
+
+    def move_value(self, array: Array) -> None:
+        """Let this array take the place of value, if nothing else holds that: nobody can tell."""
+        if self._value_references() == ALONE:
+            array[...] = self._value
+            self._value = array
+
+    def _value_references(self) -> int:
+        return sys.getrefcount(self._value)
+
+    @classmethod
+    def of_arrays(cls, value: Array, grad: Array) -> Parameter:
+        """A Parameter with this very value array, and zeros in the place of grad."""
+        parameter = cls.__new__(cls)
+        parameter._value, parameter._grad, parameter._grad_is_old = value, grad, True
+        return parameter
 
     def astype(self, dtype: DTypeLike) -> Parameter:
         """Convert value and grad to dtype in place (the one call that rebinds them)."""
         dtype = float_dtype("dtype", dtype)
         if dtype != self._value.dtype:
             self._value = self._value.astype(dtype)
-            self._grad = None if self._grad is None else self._grad.astype(dtype)
+            self._grad = None if self._grad is None else self.grad.astype(dtype)
         return self
 
     def __repr__(self) -> str:
         return f"Parameter(shape={self.shape}, dtype={self.dtype})"
 
 
+# of a value that nothing but its Parameter holds
+ALONE = Parameter.of_arrays(np.zeros(1), np.zeros(1))._value_references()
+
+
 def _copy_into(array: Array, name: str, new: ArrayLike) -> None:
-    if new is array:  # the end of `p.grad += dW`, which has already worked in place
-        return
     new = np.asarray(new)
     if new.shape != array.shape:
         raise ValueError(f"Parameter.{name} has shape {array.shape}, got {new.shape}")
@@ -248,6 +316,9 @@ def _rectangular(name: str, x: ArrayLike) -> Array:
 
 def as_array(name: str, x: ArrayLike, dtype: DTypeLike | None = None) -> Array:
     """x as a native float array: of dtype if given, else of its own, which must be a float."""
+    # nearly always: what one layer hands to the next
+    if type(x) is np.ndarray and x.dtype in FLOAT_DTYPES and (dtype is None or x.dtype == dtype):
+        return x
     array = _rectangular(name, x)
     if dtype is None:
         dtype = float_dtype(name, array.dtype)
@@ -376,6 +447,47 @@ def uniform_xavier(
     """(d_in, d_out) from U(-a, a), a = sqrt(6 / (d_in + d_out)); Glorot and Bengio 2010, eq. 16."""
     a = (6.0 / (d_in + d_out)) ** 0.5
     return rng.uniform(-a, a, (d_in, d_out)).astype(dtype)
+
+
+def for_each(parameters: Sequence[Parameter], do: Callable[[int], None]) -> None:
+    """do(n) for the number n of each parameter, which changes it alone; large ones in threads."""
+    threads = min(num_cores(), sum(parameter.size for parameter in parameters) // LARGE)
+    if threads < 2:
+        for n in range(len(parameters)):
+            do(n)
+        return
+    errors = np.geterr()  # of this thread
+
+    def do_all(numbers: Sequence[int]) -> None:
+        with np.errstate(**errors):
+            for n in numbers:
+                do(n)
+
+    largest_first = sorted(range(len(parameters)), key=lambda n: -parameters[n].size)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(do_all, (largest_first[first::threads] for first in range(threads))))
+
+
+def num_cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on every system
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def flat_blocks(size: int, *arrays: Array) -> Iterator[tuple[Array, ...]]:
+    """Pieces of `size` numbers of arrays of one shape: flat views, if an array is contiguous."""
+    flat = [array.reshape(-1) for array in arrays]
+    for start in range(0, flat[0].size, size):
+        yield tuple(array[start : start + size] for array in flat)
+
+
+@lru_cache(64)
+def filled(n: int, divisor: int, dtype: np.dtype[Any]) -> Array:
+    """(n, 1), read-only, each 1 / divisor: a product with it is a sum, or a mean."""
+    array = np.ones((n, 1), dtype) / dtype.type(divisor)
+    array.flags.writeable = False
+    return array
 
 
 def add_rows(grad: Array, ids: NDArray[np.intp], rows: Array) -> None:

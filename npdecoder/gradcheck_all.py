@@ -10,6 +10,7 @@ import numpy as np
 from npdecoder import blocks, layers
 from npdecoder.core import Array, Layer
 from npdecoder.gradcheck import GradcheckReport, gradcheck
+from npdecoder.layers.tiled_attention import TiledAttention
 from npdecoder.masks import causal_mask, padding_mask
 from npdecoder.models import LanguageModel, LanguageModelConfig, Transformer, TransformerConfig
 from npdecoder.models.token_model import TokenModel
@@ -138,7 +139,15 @@ def _dropout(r: Draw) -> Case:
 
 
 def _attention(r: Draw) -> Case:
-    layer = layers.ScaledDotProductAttention(r.option("dropout", 0.0, 0.3))
+    return _attention_case(r, layers.ScaledDotProductAttention(r.option("dropout", 0.0, 0.3)))
+
+
+def _tiled_attention(r: Draw) -> Case:
+    dropout, causal = r.option("dropout", 0.0, 0.3), r.option("causal", False, True)
+    return _attention_case(r, TiledAttention(dropout, causal, tile=2))
+
+
+def _attention_case(r: Draw, layer: Layer) -> Case:
     q, k, v = r.array(r.B, 2, r.T, r.d), r.array(r.B, 2, r.S, r.d), r.array(r.B, 2, r.S, 4)
     mask = r.mask(r.B, 1, r.T, r.S)
     return layer, (q, k, v), {"mask": mask, "rng": np.random.default_rng(0)}
@@ -268,6 +277,7 @@ CASES: dict[str, Callable[[Draw], Case]] = {
     "GELU": _gelu,
     "Dropout": _dropout,
     "ScaledDotProductAttention": _attention,
+    "TiledAttention": _tiled_attention,
     "CrossEntropy": _cross_entropy,
     "MultiHeadAttention": _multi_head_attention,
     "MemoryProjection": _memory_projection,

@@ -23,10 +23,14 @@ from npdecoder.core import (
     Array,
     Parameter,
     as_stored_floats,
+    flat_blocks,
+    for_each,
     integer,
     non_negative,
     positive_int,
 )
+
+BLOCK = 65536  # numbers that an update takes at once: they stay in a core's cache until it is made
 
 Parameters = Parameter | Iterable[Parameter | Mapping[str, Any]]
 Schedule = Callable[[int], float]
@@ -118,8 +122,13 @@ class Optimizer:
         """One update of every parameter, from its .grad, which stays as it is."""
         self.steps += 1
         pairs = [(group, parameter) for group in self.groups for parameter in group.parameters]
-        for (group, parameter), state in zip(pairs, self._current_states()):
-            self.update(parameter, state, group.options, self.lr * group.lr_scale)
+
+        def update(n: int) -> None:
+            group, parameter = pairs[n]
+            self.update(parameter, states[n], group.options, self.lr * group.lr_scale)
+
+        states = self._current_states()
+        for_each([parameter for _, parameter in pairs], update)
 
     def new_state(self, parameter: Parameter, options: Mapping[str, float]) -> dict[str, Array]:
         """The arrays by name, in the parameter's dtype, that update will get as its state."""
@@ -135,7 +144,7 @@ class Optimizer:
         options: Mapping[str, float],
         lr: float,
     ) -> None:
-        """Update parameter.value and the arrays of state in place.
+        """Update parameter.value and the arrays of state in place; large models by several threads.
 
         options and lr are Python floats, which leave float32 computations in float32.
         self.steps counts this update: it is 1 in the first.
@@ -246,15 +255,18 @@ class SGD(Optimizer):
         options: Mapping[str, float],
         lr: float,
     ) -> None:
-        g = parameter.grad
-        if options["weight_decay"] > 0.0:
-            g = g + options["weight_decay"] * parameter.value
-        v = g
-        if "momentum" in state:
-            v = state["momentum"]
-            v *= options["momentum"]
-            v += g
-        parameter.value -= lr * v
+        momentum, weight_decay = options["momentum"], options["weight_decay"]
+        for value, g, *v_before in flat_blocks(
+            BLOCK, parameter.value, parameter.grad, *state.values()
+        ):
+            if weight_decay > 0.0:
+                g = g + weight_decay * value
+            v = g
+            if v_before:
+                v = v_before[0]
+                v *= momentum
+                v += g
+            value -= lr * v
 
 
 class Adam(Optimizer):
@@ -310,20 +322,22 @@ class Adam(Optimizer):
         options: Mapping[str, float],
         lr: float,
     ) -> None:
-        beta1, beta2, m, v = options["beta1"], options["beta2"], state["m"], state["v"]
-        g = parameter.grad
-        if self.decoupled:
-            parameter.value *= 1.0 - lr * options["weight_decay"]
-        elif options["weight_decay"] > 0.0:
-            g = g + options["weight_decay"] * parameter.value
-        m += (1.0 - beta1) * (g - m)
-        v *= beta2
-        v += (1.0 - beta2) * (g * g)
-        # m_hat and v_hat without arrays of their own: the corrections are two numbers
-        root = np.sqrt(v)
-        root /= math.sqrt(1.0 - beta2**self.steps)
-        root += options["eps"]
-        parameter.value -= (lr / (1.0 - beta1**self.steps)) * m / root
+        beta1, beta2, weight_decay = options["beta1"], options["beta2"], options["weight_decay"]
+        arrays = parameter.value, parameter.grad, state["m"], state["v"]
+        for value, g, m, v in flat_blocks(BLOCK, *arrays):
+            if weight_decay > 0.0:
+                if self.decoupled:
+                    value *= 1.0 - lr * weight_decay
+                else:
+                    g = g + weight_decay * value
+            m += (1.0 - beta1) * (g - m)
+            v *= beta2
+            v += (1.0 - beta2) * (g * g)
+            # m_hat and v_hat without arrays of their own: the corrections are two numbers
+            root = np.sqrt(v)
+            root /= math.sqrt(1.0 - beta2**self.steps)
+            root += options["eps"]
+            value -= (lr / (1.0 - beta1**self.steps)) * m / root
 
 
 class AdamW(Adam):
@@ -500,7 +514,21 @@ def clip_grad_norm(parameters: Parameter | Iterable[Parameter], max_norm: float)
 
 
 def _norm(arrays: list[Array]) -> float:
-    """sqrt(sum of squares) in float64, of numbers scaled by a power of two: no square overflows."""
+    """sqrt(sum of squares) in float64."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        total = sum(
+            float(np.dot(x, x))  # of so few numbers in one thread: those of BLAS spin afterwards
+            for array in arrays
+            for (block,) in flat_blocks(8192, array)
+            for x in (block.astype(np.float64, copy=False),)
+        )
+    if 1e-200 < total < 1e200:
+        return math.sqrt(total)
+    return _scaled_norm(arrays)  # squares that are lost, or beyond float64
+
+
+def _scaled_norm(arrays: list[Array]) -> float:
+    """The same of numbers scaled by a power of two, so that no square overflows."""
     with np.errstate(over="ignore", under="ignore"):
         largest = np.max([np.max(np.abs(array), initial=0.0) for array in arrays], initial=0.0)
         exponent = math.frexp(largest)[1]  # largest = m * 2 ** exponent, 0.5 <= m < 1

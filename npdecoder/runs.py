@@ -24,7 +24,7 @@ class Run:
 
     epoch: of a BatchStream. data: the text that the run learns from, of which a fingerprint is
     kept. checkpoint: None to begin, or that of a run to go on with, whose optimizer and generators
-    are taken over.
+    are taken over. threads: of train(); the file knows nothing of them.
     """
 
     def __init__(
@@ -36,9 +36,10 @@ class Run:
         epoch: Callable[[np.random.Generator], Iterable[Batch]],
         data: str,
         checkpoint: Checkpoint | None = None,
+        threads: int = 1,
     ) -> None:
         self.product, self.out, self.options = product, out, dict(options)
-        self.optimizer = optimizer
+        self.optimizer, self.threads = optimizer, threads
         self.data = fingerprint(data)
         self.rng = np.random.default_rng((options["seed"], 1))  # of dropout
         self.batches = BatchStream(epoch, np.random.default_rng((options["seed"], 2)))
@@ -91,6 +92,7 @@ class Run:
             max_norm=o["max_norm"],
             rng=self.rng,
             accumulate=o["accumulate"],
+            threads=self.threads,
             validate=validate,
             validate_every=o["validate_every"],
             save=self.save,

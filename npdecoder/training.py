@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 from npdecoder.core import Array, integer, positive_int
 from npdecoder.layers.cross_entropy import CrossEntropy
 from npdecoder.optim import Optimizer, Schedule, clip_grad_norm
+from npdecoder.replicas import Replicas, choose_threads
 from npdecoder.text import Batch
 
 
@@ -34,7 +35,8 @@ def train_step(
 ) -> tuple[float, int]:
     """One update from one batch -> its loss, and how many targets that is the mean of.
 
-    model: any Layer from batch.inputs to logits. max_norm: clips the gradient. rng: for dropout.
+    model: any Layer from batch.inputs to logits, or the Replicas of one, which share out the
+    batch among their threads. max_norm: clips the gradient. rng: for dropout.
     batch: may be a list of batches, which make one update together, as if they were one batch: each
     has the share of the loss and of the gradient that its targets have of all. Only one of them is
     in memory at a time.
@@ -47,15 +49,12 @@ def train_step(
         raise ValueError("batch is an empty list: there is nothing to learn from")
     counts = [criterion.count(micro_batch.targets) for micro_batch in micro_batches]
     total, loss = sum(counts), 0.0
-    optimizer.zero_grad()
-    for micro_batch, count in zip(micro_batches, counts):
-        share = count / max(total, 1)
-        logits, ctx = model.forward(*micro_batch.inputs, rng=rng)
-        micro_loss, loss_ctx = criterion.forward(logits, micro_batch.targets)
-        if not math.isfinite(micro_loss):
-            raise FloatingPointError(f"the loss is {micro_loss}: try a smaller learning rate")
-        model.backward(ctx, criterion.backward(loss_ctx, share))
-        loss += share * float(micro_loss)
+    replicas = model if isinstance(model, Replicas) else Replicas(model)
+    for n, micro_batch in enumerate(micro_batches):
+        cut = _cut(micro_batch, replicas.threads)
+        shares = [(criterion, share, total, share_rng)
+                  for share, share_rng in zip(cut, _rngs(rng, len(cut)))]
+        loss += sum(replicas.run(_share_of_loss, shares, add=n > 0))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of a norm that is not finite: see below
         norm = clip_grad_norm(optimizer.parameters(), math.inf if max_norm is None else max_norm)
@@ -63,6 +62,35 @@ def train_step(
         raise FloatingPointError(f"the gradient norm is {norm}: try a smaller learning rate")
     optimizer.step()
     return loss, total
+
+
+def _share_of_loss(
+    model: Any, criterion: CrossEntropy, batch: Batch, total: int, rng: np.random.Generator | None
+) -> float:
+    """What batch adds to the mean over `total` targets; forward and backward."""
+    logits, ctx = model.forward(*batch.inputs, rng=rng)
+    loss, loss_ctx = criterion.forward(logits, batch.targets)
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss is {loss}: try a smaller learning rate")
+    share = loss_ctx.count / max(total, 1)
+    model.backward(ctx, criterion.backward(loss_ctx, share))
+    return share * float(loss)
+
+
+def _cut(batch: Batch, threads: int) -> list[Batch]:
+    """The batch cut by sequences into as many batches as there are threads, if it has so many."""
+    threads = max(1, min(threads, len(batch.targets)))
+    *inputs, targets = (np.array_split(x, threads) for x in (*batch.inputs, batch.targets))
+    return [Batch(share[:-1], share[-1]) for share in zip(*inputs, targets)]
+
+
+def _rngs(
+    rng: np.random.Generator | None, count: int
+) -> Sequence[np.random.Generator | None]:
+    """A generator for each of several threads, seeded by rng; rng itself for one."""
+    if rng is None or count == 1:
+        return [rng] * count
+    return [np.random.default_rng(seed) for seed in rng.integers(2**63, size=count)]
 
 
 def evaluate(
@@ -143,6 +171,7 @@ def train(
     max_norm: float | None = None,
     rng: np.random.Generator | None = None,
     accumulate: int = 1,
+    threads: int | None = None,
     validate: Callable[[], float] | None = None,
     validate_every: int = 1000,
     save: Callable[[], None] | None = None,
@@ -155,6 +184,9 @@ def train(
     and rng, a training in two parts is bit by bit the training in one.
 
     batches: for example a BatchStream. accumulate: how many of them make one update.
+    threads: how many cores share out each batch (see Replicas, and its errors); None: as many as
+        choose_threads says for the first. Another number sums the gradients in another order and
+        draws another dropout; the same gives the same results.
     schedule: the learning rate of update n = 1, 2, ...; None leaves optimizer.lr alone.
     validate: returns the validation loss; called after every validate_every updates and the last.
     save: called after every save_every updates and the last, and when Ctrl-C, SIGTERM or SIGHUP
@@ -172,7 +204,8 @@ def train(
     save_every = positive_int("save_every", save_every)
     progress = Progress(steps, optimizer.steps) if progress is None else progress
     losses: list[float] = []
-    with progress, _signals(save is not None) as received:
+    replicas: Replicas | None = None
+    with ExitStack() as stack, progress, _signals(save is not None) as received:
         while optimizer.steps < steps:
             n = optimizer.steps + 1
             if schedule is not None:
@@ -180,9 +213,11 @@ def train(
             update = list(islice(batches, accumulate))
             if len(update) < accumulate:
                 raise ValueError(f"step {n}: the batches came to an end")
+            if replicas is None:
+                replicas = stack.enter_context(_replicas(model, threads, update[0]))
             try:
                 loss, count = train_step(
-                    model, criterion, optimizer, update, max_norm=max_norm, rng=rng
+                    replicas, criterion, optimizer, update, max_norm=max_norm, rng=rng
                 )
             except FloatingPointError as error:
                 raise FloatingPointError(f"step {n}: {error}") from None
@@ -200,6 +235,15 @@ def train(
             stopped = received[0] != signal.SIGINT
             raise SystemExit(128 + received[0]) if stopped else KeyboardInterrupt
     return losses
+
+
+def _replicas(model: Any, threads: int | None, batch: Batch) -> Replicas:
+    if threads is not None:
+        return Replicas(model, threads)
+    try:
+        return Replicas(model, choose_threads(model, *batch.targets.shape))
+    except (OSError, ValueError):  # then without, since nobody asked for them
+        return Replicas(model)
 
 
 def _save(save: Callable[[], None], last: bool) -> None:

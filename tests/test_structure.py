@@ -13,11 +13,11 @@ import pytest
 import npdecoder
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "npdecoder"
+PACKAGE = Path(npdecoder.__file__).parent  # the installed one, where the tests lie elsewhere
 
 # Every module of the package, from the bottom to the top, and what it may import of the package.
 # A folder stands for all its modules. A new module must be given its place here.
-CALCULUS = ("core", "masks", "layers")
+CALCULUS = ("core", "masks", "sums", "layers")
 WIRING = (*CALCULUS, "blocks")
 MODELS = (*WIRING, "models")
 TOOLS = ("files", "trace", "hints", "gradcheck", "optim", "text")
@@ -28,6 +28,8 @@ TASKS = sorted((PACKAGE / "exercises" / "tasks").glob("*.py"))
 MAY_IMPORT = {
     "core": (),
     "masks": ("core",),
+    "sums": ("core",),
+    "replicas": ("core",),
     # the checker: it needs no layer, and looks at any object with forward and backward
     "files": ("core",),
     "trace": ("core", "files"),
@@ -42,15 +44,16 @@ MAY_IMPORT = {
     "phrase_book": ("text",),
     "console": ("core",),
     # one operation a file
-    "layers.linear": ("core", "masks"),
-    "layers.embedding": ("core", "masks"),
-    "layers.positions": ("core", "masks"),
-    "layers.softmax": ("core", "masks"),
-    "layers.layer_norm": ("core", "masks"),
-    "layers.activations": ("core", "masks"),
-    "layers.dropout": ("core", "masks"),
-    "layers.attention": ("core", "masks", "layers.softmax", "layers.dropout"),
-    "layers.cross_entropy": ("core", "masks", "layers.softmax"),
+    "layers.linear": ("core", "masks", "sums"),
+    "layers.embedding": ("core", "masks", "sums"),
+    "layers.positions": ("core", "masks", "sums"),
+    "layers.softmax": ("core", "masks", "sums"),
+    "layers.layer_norm": ("core", "masks", "sums"),
+    "layers.activations": ("core", "masks", "sums"),
+    "layers.dropout": ("core", "masks", "sums"),
+    "layers.attention": ("core", "masks", "sums", "layers.softmax", "layers.dropout"),
+    "layers.tiled_attention": ("core", "masks", "layers.attention", "layers.dropout"),
+    "layers.cross_entropy": ("core", "masks", "sums", "layers.softmax"),
     "layers": ("layers",),
     # the wiring
     "blocks.residual": CALCULUS,
@@ -67,7 +70,7 @@ MAY_IMPORT = {
     "models.language_model": MODELS,
     "models": ("models",),
     # what uses them
-    "training": (*MODELS, "optim", "text"),
+    "training": (*MODELS, "optim", "text", "replicas"),
     "decoding_state": MODELS,
     "decoding": (*MODELS, "decoding_state"),
     "checkpoint": (*MODELS, "optim", "files"),
@@ -94,7 +97,7 @@ MAY_IMPORT = {
     # what a reader edits: nothing but the public names
     **dict.fromkeys((f"exercises.tasks.{path.stem}" for path in TASKS), ("npdecoder",)),
     "cli": (*MODELS, *TOOLS, *ON_MODELS, *PRODUCTS, "npdecoder", "phrase_book", "console", "runs",
-            "gradcheck_all", "page", "traced", "exercises"),
+            "replicas", "gradcheck_all", "page", "traced", "exercises"),
     "__main__": ("cli",),
 }
 
@@ -127,9 +130,9 @@ PUBLIC = {
 
 TOP_LEVEL = {
     "npdecoder", "tests", "examples", "setup.cfg", "README.md",
-    "pyproject.toml", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md",
+    "pyproject.toml", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "MANIFEST.in",
 }  # fmt: skip
-MADE_BY_TOOLS = ("build", "dist", "__pycache__")
+MADE_BY_TOOLS = ("build", "dist", "__pycache__", "PKG-INFO")
 
 
 # Reading the source
@@ -277,7 +280,7 @@ loaded = {name.split(".")[0] for name in set(sys.modules) - before
           if getattr(sys.modules[name], "__file__", None)}
 print(*sorted(loaded - set(sys.stdlib_module_names)))
 """
-    assert python("-c", code, cwd=tmp_path, path=ROOT).split() == ["npdecoder", "numpy"]
+    assert python("-c", code, cwd=tmp_path, path=PACKAGE.parent).split() == ["npdecoder", "numpy"]
 
 
 def test_folder_works_wherever_it_is_copied_to(tmp_path):

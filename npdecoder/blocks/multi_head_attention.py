@@ -85,7 +85,9 @@ class MemoryProjection(Layer):
         self, key: ArrayLike, value: ArrayLike
     ) -> tuple[tuple[Array, Array], ProjectContext]:
         """key, value (B, S, d_model) -> (K, V): K (B, h, S, d_k), V (B, h, S, d_v)."""
-        key, value = self._check_project(key, value)
+        return self._project(*self._check_project(key, value))
+
+    def _project(self, key: Array, value: Array) -> tuple[tuple[Array, Array], ProjectContext]:
         keys, W_k = self.W_k.forward(key)
         values, W_v = self.W_v.forward(value)
         K = split_heads(keys, self.num_heads)
@@ -177,6 +179,11 @@ class MemoryAttention(Layer):
         """
         query, K, V = self._check_attend(query, K, V)
         mask = as_mask("mask", mask, (*K.shape[:2], query.shape[1], K.shape[2]))
+        return self._attend(query, K, V, mask, rng)
+
+    def _attend(
+        self, query: Array, K: Array, V: Array, mask: Array | None, rng: np.random.Generator | None
+    ) -> tuple[Array, AttendContext]:
         # 1. queries, head by head
         queries, W_q = self.W_q.forward(query)
         Q = split_heads(queries, self.num_heads)
@@ -273,11 +280,11 @@ class MultiHeadAttention(MemoryAttention, MemoryProjection):
         mask = as_mask("mask", mask, (len(query), self.num_heads, query.shape[1], S))
         dropout_rng(rng)
         # 1. keys and values
-        (K, V), project = self.project(key, value)
+        (K, V), project = self._project(key, value)
         if cache is not None:
             K, V = cache.append(K, V)
         # 2. the query attends to them
-        output, attend = self.attend(query, K, V, mask, rng)
+        output, attend = self._attend(query, K, V, mask, rng)
         return output, MultiHeadAttentionContext(project, attend)
 
     def backward(  # type: ignore[override]

@@ -12,6 +12,9 @@ from npdecoder.core import Array, Layer, as_array, as_gradient, fraction
 from npdecoder.layers.dropout import Dropout, DropoutContext
 from npdecoder.layers.softmax import Softmax, SoftmaxContext
 from npdecoder.masks import as_mask
+from npdecoder.sums import matmul_heads, transposed
+
+MANY = 5000  # scores of which the quick way to mask pays
 
 
 class AttentionContext(NamedTuple):
@@ -52,20 +55,20 @@ class ScaledDotProductAttention(Layer):
         Errors: ValueError for shapes that do not fit, also where they would only broadcast;
         TypeError for unequal dtypes and for a mask of integers.
         """
-        q, k, v = _check(q, k, v)
+        q, k, v = check_qkv(q, k, v)
         mask = as_mask("mask", mask, (*q.shape[:-1], k.shape[-2]))
         d_k = q.shape[-1]
 
         # 1. the score of each query with each key
-        S = q @ k.swapaxes(-1, -2) / math.sqrt(d_k)
+        S = (q / math.sqrt(d_k)) @ transposed(k)
         # 2. what may not be attended to
-        S_masked = _apply_mask(S, mask)
+        S_masked = apply_mask(S, mask)
         # 3. weights, each row a distribution over the keys
         A, softmax = self.softmax.forward(S_masked)
         # 4. dropout
         A_dropped, dropout = self.dropout.forward(A, rng)
         # 5. the weighted sum of the values
-        context: Array = A_dropped @ v
+        context = matmul_heads(A_dropped, v)
         return context, AttentionContext(q, k, v, A, A_dropped, softmax, dropout)
 
     def backward(self, ctx: AttentionContext, dy: ArrayLike) -> tuple[Array, Array, Array]:
@@ -92,19 +95,19 @@ class ScaledDotProductAttention(Layer):
         dy = as_gradient("dy", dy, (*q.shape[:-1], v.shape[-1]), q.dtype)
 
         # 5. context = A_dropped @ v
-        dA_dropped = dy @ v.swapaxes(-1, -2)
-        dv = A_dropped.swapaxes(-1, -2) @ dy
+        dA_dropped = dy @ transposed(v)
+        dv = matmul_heads(A_dropped.swapaxes(-1, -2), dy)
         # 4. A_dropped = dropout(A)
         dA = self.dropout.backward(dropout, dA_dropped)
         # 3. A = softmax(S_masked), and 2. S_masked = mask(S): dS is 0 where S was masked
         dS = self.softmax.backward(softmax, dA)
         # 1. S = q @ k.T / sqrt(d_k)
-        dq = dS @ k / math.sqrt(d_k)
-        dk = dS.swapaxes(-1, -2) @ q / math.sqrt(d_k)
+        dq = matmul_heads(dS, k) / math.sqrt(d_k)
+        dk = matmul_heads(dS.swapaxes(-1, -2), q) / math.sqrt(d_k)
         return dq, dk, dv
 
 
-def _check(q: ArrayLike, k: ArrayLike, v: ArrayLike) -> tuple[Array, Array, Array]:
+def check_qkv(q: ArrayLike, k: ArrayLike, v: ArrayLike) -> tuple[Array, Array, Array]:
     q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}, expected one dtype")
@@ -118,10 +121,13 @@ def _check(q: ArrayLike, k: ArrayLike, v: ArrayLike) -> tuple[Array, Array, Arra
     return q, k, v
 
 
-def _apply_mask(S: Array, mask: Array | None) -> Array:
+def apply_mask(S: Array, mask: Array | None) -> Array:
     if mask is None:
         return S
     if mask.dtype.kind == "b":
+        if S.size > MANY and mask.size < S.size and np.isfinite(S.max()) and np.isfinite(S.min()):
+            # adding is twice as fast as np.where, and the same where nothing is inf or NaN
+            return S + np.where(mask, S.dtype.type(0), S.dtype.type(-np.inf))
         return np.where(mask, S, -np.inf).astype(S.dtype, copy=False)
     with np.errstate(over="ignore"):  # a bias below all numbers of the dtype blocks like -inf
         S_masked: Array = S + mask.astype(S.dtype, copy=False)

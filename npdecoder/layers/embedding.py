@@ -131,8 +131,8 @@ class Unembedding(Layer):
 
         # 2. logits = xW + b
         if self.b is not None:
-            self.b.grad += dy_rows.sum(axis=0)
+            self.b.add_sum(dy_rows)
         # 1. xW = x @ W.T
-        self.W.grad += dy_rows.T @ x_rows
+        self.W.add_product(dy_rows.T, x_rows)
         dx: Array = (dy_rows @ W).reshape(x.shape)
         return dx

@@ -16,6 +16,7 @@ from npdecoder.core import (
     non_negative,
     positive_int,
 )
+from npdecoder.sums import mean_last
 
 
 class LayerNormContext(NamedTuple):
@@ -46,10 +47,10 @@ class LayerNorm(Layer):
         x = as_input("x", x, len(gamma), gamma.dtype)
 
         # 1. centre. Twice: where x is large beside its spread, the first mean is itself rounded.
-        nearly = x - x.mean(axis=-1, keepdims=True)
-        xc = nearly - nearly.mean(axis=-1, keepdims=True)
+        nearly = x - mean_last(x)
+        xc = nearly - mean_last(nearly)
         # 2. the reciprocal of the standard deviation
-        var = np.mean(xc * xc, axis=-1, keepdims=True)
+        var = mean_last(xc * xc)
         rstd = 1.0 / np.sqrt(var + self.eps)
         # 3. normalise
         x_hat = xc * rstd
@@ -85,11 +86,11 @@ class LayerNorm(Layer):
 
         # 4. y = gamma * x_hat + beta
         if self.beta is not None:
-            self.beta.grad += dy.reshape(rows).sum(axis=0)
-        self.gamma.grad += (dy * x_hat).reshape(rows).sum(axis=0)
+            self.beta.add_sum(dy.reshape(rows))
+        self.gamma.add_sum((dy * x_hat).reshape(rows))
         dx_hat = dy * gamma
         # 3. x_hat = xc * rstd, and 2. rstd = 1 / sqrt(mean(xc * xc) + eps)
-        dxc = rstd * (dx_hat - x_hat * np.mean(dx_hat * x_hat, axis=-1, keepdims=True))
+        dxc = rstd * (dx_hat - x_hat * mean_last(dx_hat * x_hat))
         # 1. xc = x - mean(x)
-        dx: Array = dxc - dxc.mean(axis=-1, keepdims=True)
+        dx = dxc - mean_last(dxc)
         return dx

@@ -83,8 +83,8 @@ class Linear(Layer):
 
         # 2. y = xW + b
         if self.b is not None:
-            self.b.grad += dy_rows.sum(axis=0)
+            self.b.add_sum(dy_rows)
         # 1. xW = x @ W
-        self.W.grad += x_rows.T @ dy_rows
+        self.W.add_product(x_rows.T, dy_rows)
         dx: Array = (dy_rows @ W.T).reshape(x.shape)
         return dx

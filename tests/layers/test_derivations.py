@@ -27,6 +27,7 @@ from npdecoder import (
     ScaledDotProductAttention,
     SinusoidalPositions,
     Softmax,
+    TiledAttention,
     Unembedding,
 )
 
@@ -77,6 +78,8 @@ CASES = [
     (Dropout(0.3), (normal(5, 7),), {"rng": generator()}),
     (ScaledDotProductAttention(), QKV, {"mask": KEEP}),
     (ScaledDotProductAttention(0.3), QKV, {"mask": KEEP, "rng": generator()}),
+    (TiledAttention(tile=3), QKV, {"mask": KEEP}),
+    (TiledAttention(0.3, causal=True, tile=3), QKV, {"mask": KEEP, "rng": generator()}),
     (CrossEntropy(), (normal(3, 4, 5), IDS), {}),
     (CrossEntropy(-1, label_smoothing=0.3), (normal(3, 4, 5), TARGETS), {}),
 ]

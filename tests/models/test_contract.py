@@ -47,6 +47,7 @@ from npdecoder import (
     ScaledDotProductAttention,
     SinusoidalPositions,
     Softmax,
+    TiledAttention,
     Transformer,
     TransformerConfig,
     Unembedding,
@@ -144,6 +145,10 @@ CASES = {
     "Dropout, inference": Case(lambda dtype: Dropout(0.5), x),
     "ScaledDotProductAttention": Case(
         lambda dtype: ScaledDotProductAttention(), qkv, mask_of_memory
+    ),
+    "TiledAttention": Case(lambda dtype: TiledAttention(tile=3), qkv, mask_of_memory),
+    "TiledAttention, causal, dropout": Case(
+        lambda dtype: TiledAttention(0.3, True, tile=2), qkv, generator
     ),
     "CrossEntropy": Case(
         lambda dtype: CrossEntropy(ignore_index=0, label_smoothing=0.1),

@@ -1,0 +1,348 @@
+"""Replicas: a batch cut into shares, one a process, each through the whole forward and backward.
+
+Cutting the batch saves more than BLAS saves by cutting each product: all that is between the
+products is cut too. Processes rather than Python's threads, which wait for each other between any
+two calls of NumPy. The weights and the gradients are in memory that the processes share.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from npdecoder.core import Array, Layer, Parameter, for_each, num_cores, positive_int
+
+BOX = 1 << 26  # bytes
+SMALL = 1 << 14  # bytes of an array that is not worth its place there
+ALIGNED = 64  # bytes: each array begins at a multiple, as SIMD likes it
+
+ENVIRONMENT = {
+    # BLAS, whichever it is, keeps to one thread
+    **{f"{name}_NUM_THREADS": "1" for name in ("OPENBLAS", "OMP", "MKL", "BLIS")},
+    "VECLIB_MAXIMUM_THREADS": "1",
+    # glibc gives freed arrays back to the system, which clears each page before it gives it again:
+    # a fifth of a step. It shall keep what one step frees for the next.
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+}
+
+
+class Replicas:
+    """A model, and a replica of it in each of `threads` processes; threads=1 starts none.
+
+    Each process keeps to one thread. They end with close(), at the end of a with statement, or with
+    this process, however that ends.
+
+    Errors: ValueError for a model that another process cannot make anew, such as one of a class
+    that is defined in __main__; OSError where the system does not let processes share memory.
+    """
+
+    def __init__(self, model: Layer, threads: int = 1) -> None:
+        self.model = model
+        self.threads = positive_int("threads", threads)
+        self._workers: list[_Worker] = []
+        self._parameters = model.parameters()
+        if threads == 1:
+            return
+        if os.name != "posix":
+            raise OSError("several processes need shared memory as POSIX has it: use threads=1")
+        places = _places(self._parameters)
+        # the model with its places where its parameters are
+        plan = copy.deepcopy(model, {id(p): place for p, place in zip(self._parameters, places)})
+        size = _size(places)
+        with _memory_file() as file:
+            # of what nobody writes to, such as most of a box, nothing is really there
+            file.truncate(size + threads * (size + 2 * BOX))
+            memory = mmap.mmap(file.fileno(), 0)
+            self._values = [place.view(memory, 0) for place in places]
+            for parameter, value in zip(self._parameters, self._values):
+                parameter.move_value(value)  # else it is copied for each run
+            weakref.finalize(self, _end, self._workers)
+            with self._closed_on_error():
+                for number in range(threads):
+                    block = size + number * (size + 2 * BOX)
+                    gradients = [place.view(memory, block) for place in places]
+                    boxes = block + size
+                    self._workers.append(_Worker(file.fileno(), memory, block, boxes, gradients))
+                for worker in self._workers:
+                    worker.send((plan, places))
+                for worker in self._workers:
+                    if isinstance(error := worker.receive(), Exception):
+                        raise ValueError(f"{type(model).__name__} cannot be made anew in another "
+                                         f"process: {error}")
+
+    def run(
+        self, work: Callable[..., Any], shares: Sequence[tuple[Any, ...]], add: bool = False
+    ) -> list[Any]:
+        """[work(model, *share) for each share], one a process; the gradients of all together.
+
+        work: a function of a module, which calls forward and backward of the model it is given.
+        shares: at most as many as threads. Afterwards parameter.grad of the model is the sum of
+        what the shares added, in their order, and, if add, of what it was before. An error in a
+        share is raised when all have ended; the gradients are then of no use.
+        """
+        if not 0 < len(shares) <= self.threads:
+            raise ValueError(f"there are {len(shares)} shares, expected 1 to {self.threads}")
+        if not add:
+            for parameter in self._parameters:
+                parameter.forget_grad()
+        if not self._workers:
+            return [work(self.model, *shares[0])]
+        for value, parameter in zip(self._values, self._parameters):
+            if value.dtype != parameter.dtype:
+                raise ValueError(f"the model has now {parameter.dtype}, its replicas {value.dtype}")
+        parameters = self._parameters
+        for_each(parameters, self._copy_value)
+        workers = self._workers[: len(shares)]
+        with self._closed_on_error():
+            for worker, share in zip(workers, shares):
+                worker.send((work, share, np.geterr()))
+            answers = [worker.receive() for worker in workers]
+        for error in (answer for answer in answers if isinstance(answer, BaseException)):
+            raise error
+        for_each(parameters, lambda n: parameters[n].add_grads(
+            [w.gradients[n] for w, (_, written) in zip(workers, answers) if written[n]]
+        ))
+        return [result for result, _ in answers]
+
+    def _copy_value(self, n: int) -> None:
+        if self._parameters[n].value is not self._values[n]:
+            np.copyto(self._values[n], self._parameters[n].value)
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        """After Ctrl-C in the middle nobody knows which answers are still to come."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the processes; what is run later is run in this one."""
+        _end(self._workers)
+        self.threads = 1
+
+    def __enter__(self) -> Replicas:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def forward_backward(
+    model: Layer, inputs: tuple[Any, ...], options: dict[str, Any], dy: Array
+) -> Any:
+    """What model.backward(ctx, dy) returns after forward(*inputs, **options): work for a run."""
+    _, ctx = model.forward(*inputs, **options)
+    return model.backward(ctx, dy)
+
+
+def choose_threads(model: Layer, batch_size: int, length: int) -> int:
+    """With how many threads a step on batch_size sequences of `length` tokens is quickest.
+
+    One for each core, if each has at least 64 tokens and enough to compute: a step of some 5 ms on
+    one core.
+    """
+    tokens = batch_size * length
+    if os.name != "posix" or tokens * model.num_parameters() < 3e7:
+        return 1
+    return max(1, min(num_cores(), batch_size, tokens // 64))
+
+
+class _Place(NamedTuple):
+    """Where a parameter's array is in a block of the shared memory."""
+
+    offset: int  # bytes
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def view(self, memory: mmap.mmap, block: int) -> Array:
+        return np.ndarray(self.shape, self.dtype, memory, block + self.offset)
+
+
+def _places(parameters: Iterable[Parameter]) -> list[_Place]:
+    places, offset = [], 0
+    for parameter in parameters:
+        places.append(_Place(offset, parameter.shape, parameter.dtype))
+        offset += -(-parameter.value.nbytes // ALIGNED) * ALIGNED
+    return places
+
+
+def _size(places: Sequence[_Place]) -> int:
+    """Bytes of a block: one value, or one gradient, for each parameter."""
+    ends = (place.offset + math.prod(place.shape) * place.dtype.itemsize for place in places)
+    return -(-max(ends, default=1) // ALIGNED) * ALIGNED
+
+
+def _with_parameters(
+    plan: Layer, places: Sequence[_Place], memory: mmap.mmap, block: int
+) -> Layer:
+    """The model that the plan is of: values in the first block of the memory, gradients in this."""
+    return copy.deepcopy(plan, {
+        id(place): Parameter.of_arrays(place.view(memory, 0), place.view(memory, block))
+        for place in places
+    })
+
+
+class _InBox(NamedTuple):
+    """What a message has in the place of an array that is in the box."""
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+class _Box:
+    """A part of the shared memory, for the large arrays of one message; the others go by pipe."""
+
+    def __init__(self, memory: mmap.mmap, start: int) -> None:
+        self.memory, self.start = memory, start
+        self.filled = 0
+
+    def put(self, message: Any) -> Any:
+        """The message, with large arrays that are in tuples, lists and dicts put into the box."""
+        self.filled = 0
+        return self._walk(message, np.ndarray, self._put_array)
+
+    def _put_array(self, array: Array) -> Any:
+        start = self.filled
+        if array.nbytes < SMALL or start + array.nbytes > BOX or array.dtype.hasobject:
+            return array
+        self.filled += -(-array.nbytes // ALIGNED) * ALIGNED
+        place = _InBox(start, array.shape, array.dtype)
+        self._array(place)[...] = array
+        return place
+
+    def take(self, message: Any, copy: bool) -> Any:
+        """The message as it was. copy: its arrays are to outlive the next one."""
+
+        def take_array(place: _InBox) -> Array:
+            array = self._array(place)
+            return array.copy() if copy else array
+
+        return self._walk(message, _InBox, take_array)
+
+    def _array(self, place: _InBox) -> Array:
+        start = self.start + place.start
+        return np.ndarray(place.shape, place.dtype, self.memory, start)
+
+    def _walk(self, thing: Any, wanted: type, change: Callable[[Any], Any]) -> Any:
+        if isinstance(thing, wanted):
+            return change(thing)
+        if type(thing) in (tuple, list):
+            return type(thing)(self._walk(item, wanted, change) for item in thing)
+        if type(thing) is dict:
+            return {key: self._walk(item, wanted, change) for key, item in thing.items()}
+        return thing
+
+
+def _memory_file() -> Any:
+    """A file without a name, in memory where the system has such."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("npdecoder"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+def _end(workers: list[_Worker]) -> None:
+    while workers:
+        workers.pop().close()
+
+
+class _Worker:
+    """A process with a replica. gradients: where it writes them, in shared memory."""
+
+    def __init__(
+        self, file: int, memory: mmap.mmap, block: int, boxes: int, gradients: list[Array]
+    ) -> None:
+        self.gradients = gradients
+        self.requests, self.answers = _Box(memory, boxes), _Box(memory, boxes + BOX)
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        their_requests, self.to_there = Pipe(duplex=False)
+        self.from_there, their_answers = Pipe(duplex=False)
+        with their_requests, their_answers:
+            fds = their_requests.fileno(), their_answers.fileno(), file
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", "from npdecoder.replicas import serve; serve()",
+                 *map(str, (*fds, block, boxes))],
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": paths},
+                start_new_session=True,  # Ctrl-C is for this process alone
+            )  # fmt: skip
+
+    def send(self, message: Any) -> None:
+        with suppress(BrokenPipeError):  # receive will tell
+            self.to_there.send(self.requests.put(message))
+
+    def receive(self) -> Any:
+        """The answer to what was sent, or its error; warnings there are warnings here."""
+        try:
+            answer, caught = self.answers.take(self.from_there.recv(), copy=True)
+        except (EOFError, ConnectionResetError):
+            raise RuntimeError("a process that trains along has ended") from None
+        for message, category, filename, line in caught:
+            warnings.warn_explicit(message, category, filename, line)
+        return answer
+
+    def close(self) -> None:
+        self.to_there.close()
+        self.from_there.close()
+        self.process.wait()
+
+
+def serve() -> None:
+    """The other side: a replica that works on what comes, until the connection is closed."""
+    requests, answers, file, block, boxes = map(int, sys.argv[1:])
+    to_here, from_here = Connection(requests), Connection(answers)
+    memory = mmap.mmap(file, 0)
+    if hasattr(os, "SCHED_BATCH"):
+        # being woken does not interrupt who wakes it, and has others to wake: 2 ms of a step
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    request_box, answer_box = _Box(memory, boxes), _Box(memory, boxes + BOX)
+    model: Any = None
+    parameters: list[Parameter] = []
+    while True:
+        try:
+            message = to_here.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        except Exception as error:  # of a class that cannot be imported here
+            message = error
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            answer: Any = None
+            try:
+                if isinstance(message, Exception):
+                    raise message
+                if model is None:
+                    plan, places = message
+                    model = _with_parameters(plan, places, memory, block)
+                    parameters = model.parameters()
+                else:
+                    work, share, errors = request_box.take(message, copy=False)
+                    for parameter in parameters:
+                        parameter.forget_grad()
+                    with np.errstate(**errors):
+                        result = work(model, *share)
+                    answer = result, [parameter.is_written for parameter in parameters]
+            except Exception as error:
+                answer = error
+        notes = [(str(w.message), w.category, w.filename, w.lineno) for w in caught]
+        from_here.send(answer_box.put((answer, notes)))
+        message = share = result = answer = None  # what memory they hold is free for the next
