@@ -284,9 +284,13 @@ def _refuse_folders(path: PathLike) -> None:
 
 def _resolved(path: PathLike) -> Path:
     try:
-        return Path(path).resolve()
-    except RuntimeError as error:  # a link to itself, before Python 3.13
-        raise OSError(errno.ELOOP, str(error), str(path)) from None
+        resolved = Path(path).resolve()
+        looped = resolved.is_symlink()  # as Python 3.13 leaves a link to itself
+    except RuntimeError:  # before it
+        looped = True
+    if looped:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return resolved
 
 
 def _umask() -> int:

@@ -637,8 +637,8 @@ def test_a_console_that_lacks_the_characters(model: Path, tmp_path: Path, encodi
 
 def test_a_console_that_lacks_the_characters_of_an_error(tmp_path: Path) -> None:
     env = {"PYTHONIOENCODING": "ascii:strict"}
-    result = command(tmp_path, "translate", "茶.npz", "茶", env=env)
-    assert_one_line_error(result, "\\u8336.npz")
+    result = command(tmp_path, "translate", "é.npz", "é", env=env)
+    assert_one_line_error(result, "\\xe9.npz")
 
 
 def test_the_module_is_the_command(model: Path, tmp_path: Path) -> None:

@@ -897,7 +897,10 @@ def test_relative_paths_and_strings(path: Path, monkeypatch: pytest.MonkeyPatch)
     load_weights(path.name)
 
 
-@pytest.mark.parametrize("name", ["我 爱 你", "a b", "-x", "%d", "w.tar", "w.npz", "n" * 200])
+NAMES = [os.fsdecode("我 爱 你".encode()), "a b", "-x", "%d", "w.tar", "w.npz", "n" * 200]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_odd_file_names(path: Path, name: str) -> None:
     path = path.with_name(name + path.suffix)
     check_writable(path)

@@ -657,7 +657,7 @@ def test_a_nested_checkpoint_keeps_its_nesting() -> None:
 
 @pytest.mark.parametrize("make", [str, Path, os.fsencode])
 def test_paths(tmp_path: Path, make: Callable[[Any], Any]) -> None:
-    path = tmp_path / "我 爱 %s {0}.bin"
+    path = tmp_path / os.fsdecode("我 爱 %s {0}.bin".encode())
     shutil.copy(FOLDER / "linear.pt", path)
     assert read_torch_file(make(str(path)))["y"].shape == (2, 3)
 

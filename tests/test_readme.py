@@ -15,7 +15,8 @@ PROGRAMS = [b for b in re.findall(r"```python\n(.*?)```", README, re.S) if b.sta
 def output(program):
     with tempfile.TemporaryDirectory() as folder:
         run = subprocess.run(
-            [sys.executable, "-W", "error", "-c", program],
+            [sys.executable, "-W", "error", "-"],
+            input=program,
             capture_output=True,
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -14,8 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import npdecoder
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "lessons"
+INSTALLED = Path(npdecoder.__file__).parents[1]
 SOURCES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.py"))}
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 
@@ -124,7 +127,7 @@ def test_it_ends_with_questions_and_their_answers(name):
 @each_lesson
 def test_what_it_names_is_there(name):
     for path in re.findall(r"`([\w/]+\.py)`", SOURCES[name]):
-        assert (ROOT / path).exists() or (FOLDER / path).exists(), path
+        assert any((folder / path).exists() for folder in (ROOT, INSTALLED, FOLDER)), path
     for number, file in re.findall(r"[Ll]essons? (\d+) \(`(\w+)\.py`\)", SOURCES[name]):
         assert file in SOURCES
         assert int(file[:2]) == int(number)
