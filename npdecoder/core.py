@@ -475,11 +475,12 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def flat_blocks(size: int, *arrays: Array) -> Iterator[tuple[Array, ...]]:
-    """Pieces of `size` numbers of arrays of one shape: flat views, if an array is contiguous."""
+def flat_blocks(size: int, *arrays: Array) -> Iterable[tuple[Array, ...]]:
+    """Pieces of at most `size` numbers of contiguous arrays of one shape, as views."""
+    if arrays[0].size <= size:
+        return (arrays,)
     flat = [array.reshape(-1) for array in arrays]
-    for start in range(0, flat[0].size, size):
-        yield tuple(array[start : start + size] for array in flat)
+    return zip(*([x[start : start + size] for start in range(0, x.size, size)] for x in flat))
 
 
 @lru_cache(64)

@@ -520,7 +520,7 @@ def _norm(arrays: list[Array]) -> float:
             float(np.dot(x, x))  # of so few numbers in one thread: those of BLAS spin afterwards
             for array in arrays
             for (block,) in flat_blocks(8192, array)
-            for x in (block.astype(np.float64, copy=False),)
+            for x in (block.astype(np.float64, copy=False).reshape(-1),)
         )
     if 1e-200 < total < 1e200:
         return math.sqrt(total)

@@ -45,7 +45,8 @@ ENVIRONMENT = {
 class Replicas:
     """A model, and a replica of it in each of `threads` processes; threads=1 starts none.
 
-    Each process keeps to one thread. They end with close(), at the end of a with statement, or with
+    Each process keeps to one thread; this one too while a with statement runs it alone, if
+    threadpoolctl is installed. They end with close(), at the end of a with statement, or with
     this process, however that ends.
 
     Errors: ValueError for a model that another process cannot make anew, such as one of a class
@@ -56,6 +57,7 @@ class Replicas:
         self.model = model
         self.threads = positive_int("threads", threads)
         self._workers: list[_Worker] = []
+        self._blas: Any = None
         self._parameters = model.parameters()
         if threads == 1:
             return
@@ -137,8 +139,18 @@ class Replicas:
         """End the processes; what is run later is run in this one."""
         _end(self._workers)
         self.threads = 1
+        if self._blas is not None:
+            self._blas.restore_original_limits()
+            self._blas = None
 
     def __enter__(self) -> Replicas:
+        # One thread where there is one process: BLAS cuts even products that are too small for it.
+        # Where processes cannot be had, it had better cut the large ones.
+        if self.threads == 1 and os.name == "posix":
+            with suppress(ImportError):  # an optional extra
+                from threadpoolctl import threadpool_limits
+
+                self._blas = threadpool_limits(1, "blas")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -156,13 +168,12 @@ def forward_backward(
 def choose_threads(model: Layer, batch_size: int, length: int) -> int:
     """With how many threads a step on batch_size sequences of `length` tokens is quickest.
 
-    One for each core, if each has at least 64 tokens and enough to compute: a step of some 5 ms on
-    one core.
+    One for each core, if each has at least 256 tokens, and a step of one takes some 5 ms or more.
     """
     tokens = batch_size * length
     if os.name != "posix" or tokens * model.num_parameters() < 3e7:
         return 1
-    return max(1, min(num_cores(), batch_size, tokens // 64))
+    return max(1, min(num_cores(), batch_size, tokens // 256))
 
 
 class _Place(NamedTuple):

@@ -252,7 +252,8 @@ def test_imports_are_seen_wherever_they_stand(monkeypatch):
 @each_module
 def test_numpy_is_the_only_dependency(module):
     outside = {name.split(".")[0] for name in imported(module)} - {"npdecoder", "numpy"}
-    optional = {"safetensors"} if module == "files" else set()  # imported where it is asked for
+    # imported where they are asked for
+    optional = {"files": {"safetensors"}, "replicas": {"threadpoolctl"}}.get(module, set())
     assert outside - optional <= sys.stdlib_module_names
 
 

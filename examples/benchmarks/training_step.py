@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,7 +83,7 @@ RECIPE = LanguageModelConfig(
 RECIPE_BATCH, RECIPE_REACH, RECIPE_AIM = 12, 1.15, 1.00
 
 
-def stack_step(row: Row) -> tuple[Step, Decoder, tuple[np.ndarray, ...]]:
+def stack_step(row: Row, open_replicas: ExitStack) -> tuple[Step, Decoder, tuple[np.ndarray, ...]]:
     """The step here; the model and (x, memory, dy)."""
     rng = np.random.default_rng(0)
     model = Decoder(
@@ -93,7 +94,7 @@ def stack_step(row: Row) -> tuple[Step, Decoder, tuple[np.ndarray, ...]]:
     mask = causal_mask(row.T)
     optimizer = SGD(model.parameters(), 1e-6)
     threads = min(choose_threads(model, row.B, row.T), THREADS)
-    replicas = Replicas(model, threads)
+    replicas = open_replicas.enter_context(Replicas(model, threads))
     shares = [
         ((x, memory), {"target_mask": mask}, dy)
         for x, memory, dy in zip(*(np.array_split(a, threads) for a in (x, memory, dy)))
@@ -128,14 +129,15 @@ def torch_stack_step(row: Row, model: Decoder, arrays: Sequence[np.ndarray]) -> 
     return step
 
 
-def recipe_step() -> tuple[Step, LanguageModel, Batch]:
+def recipe_step(open_replicas: ExitStack) -> tuple[Step, LanguageModel, Batch]:
     model = LanguageModel(RECIPE)
     groups = decay_groups(model.parameters(), 0.1)
     optimizer = AdamW(groups, 1e-4, betas=(0.9, 0.99))
     ids = np.random.default_rng(0).integers(0, 65, (RECIPE_BATCH, RECIPE.max_len + 1))
     batch = Batch((ids[:, :-1],), ids[:, 1:])
     criterion = CrossEntropy()
-    replicas = Replicas(model, min(choose_threads(model, *ids[:, 1:].shape), THREADS))
+    threads = min(choose_threads(model, *ids[:, 1:].shape), THREADS)
+    replicas = open_replicas.enter_context(Replicas(model, threads))
 
     def step() -> object:
         return train_step(replicas, criterion, optimizer, batch, max_norm=1.0)
@@ -265,22 +267,27 @@ def main() -> None:
     print("layers d_model heads d_ff  B   T      here  PyTorch  ratio  reach   aim  of peak "
           "(PyTorch)")
     for n in args.rows:
-        if n <= len(LADDER):
-            row = LADDER[n - 1]
-            label, flops, reach, aim = str(row), stack_flops(row), row.to_reach, row.aim
-            here, model, arrays = stack_step(row)
-            steps = [here] if torch is None else [here, torch_stack_step(row, model, arrays)]
-        else:
-            label, flops = f"{'nanoGPT recipe, one update':32}"[:32], recipe_flops()
-            reach, aim = RECIPE_REACH, RECIPE_AIM
-            here, _, batch = recipe_step()
-            steps = [here] if torch is None else [here, torch_recipe_step(batch)]
-        seconds = in_turns(steps, args.rounds)
-        cells = [f"{1000 * s:7.2f}" for s in seconds] + ["      -"] * (2 - len(seconds))
-        ratio = f"{seconds[0] / seconds[1]:6.2f}" if torch is not None else "     -"
-        shares = [f"{100 * flops / s / top:4.0f} %" for s in seconds]
-        print(f"{label:32} {cells[0]} ms {cells[1]} {ratio}  {reach:5.2f}  {aim:4.2f}  "
-              f"{shares[0]}  {shares[1] if len(shares) > 1 else '':>7}", flush=True)
+        with ExitStack() as open_replicas:
+            print_row(n, args.rounds, top, open_replicas)
+
+
+def print_row(n: int, rounds: int, top: float, open_replicas: ExitStack) -> None:
+    if n <= len(LADDER):
+        row = LADDER[n - 1]
+        label, flops, reach, aim = str(row), stack_flops(row), row.to_reach, row.aim
+        here, model, arrays = stack_step(row, open_replicas)
+        steps = [here] if torch is None else [here, torch_stack_step(row, model, arrays)]
+    else:
+        label, flops = f"{'nanoGPT recipe, one update':32}"[:32], recipe_flops()
+        reach, aim = RECIPE_REACH, RECIPE_AIM
+        here, _, batch = recipe_step(open_replicas)
+        steps = [here] if torch is None else [here, torch_recipe_step(batch)]
+    seconds = in_turns(steps, rounds)
+    cells = [f"{1000 * s:7.2f}" for s in seconds] + ["      -"] * (2 - len(seconds))
+    ratio = f"{seconds[0] / seconds[1]:6.2f}" if torch is not None else "     -"
+    shares = [f"{100 * flops / s / top:4.0f} %" for s in seconds]
+    print(f"{label:32} {cells[0]} ms {cells[1]} {ratio}  {reach:5.2f}  {aim:4.2f}  "
+          f"{shares[0]}  {shares[1] if len(shares) > 1 else '':>7}", flush=True)
 
 
 if __name__ == "__main__":
