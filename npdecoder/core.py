@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
@@ -456,16 +456,30 @@ def for_each(parameters: Sequence[Parameter], do: Callable[[int], None]) -> None
         for n in range(len(parameters)):
             do(n)
         return
-    errors = np.geterr()  # of this thread
+    errors, call = np.geterr(), np.geterrcall()  # of this thread
+    raised: list[BaseException] = []
 
     def do_all(numbers: Sequence[int]) -> None:
-        with np.errstate(**errors):
-            for n in numbers:
-                do(n)
+        try:
+            with np.errstate(**errors, call=call):  # type: ignore[arg-type]  # None is none
+                for n in numbers:
+                    do(n)
+        except BaseException as error:
+            raised.append(error)
 
     largest_first = sorted(range(len(parameters)), key=lambda n: -parameters[n].size)
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(do_all, (largest_first[first::threads] for first in range(threads))))
+    # no ThreadPoolExecutor: that refuses work as soon as the main thread is at its end
+    others = [threading.Thread(target=do_all, args=(largest_first[first::threads],))
+              for first in range(1, threads)]
+    for thread in others:
+        thread.start()
+    try:
+        do_all(largest_first[::threads])
+    finally:
+        for thread in others:
+            thread.join()
+    for error in raised:
+        raise error
 
 
 def num_cores() -> int:

@@ -18,11 +18,16 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import numpy as np
+
+try:
+    import fcntl
+except ImportError:  # on Windows, where one process has to do
+    fcntl = None  # type: ignore[assignment]
 
 from npdecoder.core import Array, Layer, Parameter, for_each, num_cores, positive_int
 
@@ -51,29 +56,39 @@ class Replicas:
 
     Errors: ValueError for a model that another process cannot make anew, such as one of a class
     that is defined in __main__; OSError where the system does not let processes share memory.
+    Limit: only values of Parameters follow the model; what else is in it is as it was at the start.
     """
 
     def __init__(self, model: Layer, threads: int = 1) -> None:
         self.model = model
         self.threads = positive_int("threads", threads)
         self._workers: list[_Worker] = []
+        self._values: list[Array] = []
+        self._warned: dict[Any, Any] = {}  # as __warningregistry__ of a module
         self._blas: Any = None
         self._parameters = model.parameters()
         if threads == 1:
             return
         if os.name != "posix":
             raise OSError("several processes need shared memory as POSIX has it: use threads=1")
+        if getattr(sys, "frozen", False) or not sys.executable:
+            raise OSError("there is no Python to start another process with: use threads=1")
         places = _places(self._parameters)
         # the model with its places where its parameters are
-        plan = copy.deepcopy(model, {id(p): place for p, place in zip(self._parameters, places)})
+        try:
+            plan = ForkingPickler.dumps((
+                copy.deepcopy(model, {id(p): x for p, x in zip(self._parameters, places)}), places
+            ))
+        except Exception as error:  # of many types
+            raise self._cannot_be_made_anew(error) from error
         size = _size(places)
         with _memory_file() as file:
             # of what nobody writes to, such as most of a box, nothing is really there
             file.truncate(size + threads * (size + 2 * BOX))
             memory = mmap.mmap(file.fileno(), 0)
             self._values = [place.view(memory, 0) for place in places]
-            for parameter, value in zip(self._parameters, self._values):
-                parameter.move_value(value)  # else it is copied for each run
+            for n, parameter in enumerate(self._parameters):
+                parameter.move_value(self._values[n])  # else it is copied for each run
             weakref.finalize(self, _end, self._workers)
             with self._closed_on_error():
                 for number in range(threads):
@@ -82,11 +97,17 @@ class Replicas:
                     boxes = block + size
                     self._workers.append(_Worker(file.fileno(), memory, block, boxes, gradients))
                 for worker in self._workers:
-                    worker.send((plan, places))
-                for worker in self._workers:
-                    if isinstance(error := worker.receive(), Exception):
-                        raise ValueError(f"{type(model).__name__} cannot be made anew in another "
-                                         f"process: {error}")
+                    worker.send(plan)
+                try:
+                    errors = [worker.receive()[0] for worker in self._workers]
+                except RuntimeError as error:
+                    raise OSError(f"a process ended when it began: {error}") from None
+                for unmade in filter(None, errors):
+                    raise self._cannot_be_made_anew(unmade)
+
+    def _cannot_be_made_anew(self, error: object) -> ValueError:
+        name = type(self.model).__name__
+        return ValueError(f"{name} cannot be made anew in another process: {error}")
 
     def run(
         self, work: Callable[..., Any], shares: Sequence[tuple[Any, ...]], add: bool = False
@@ -105,16 +126,22 @@ class Replicas:
                 parameter.forget_grad()
         if not self._workers:
             return [work(self.model, *shares[0])]
-        for value, parameter in zip(self._values, self._parameters):
-            if value.dtype != parameter.dtype:
-                raise ValueError(f"the model has now {parameter.dtype}, its replicas {value.dtype}")
+        for n, parameter in enumerate(self._parameters):  # no name for a value: see close
+            if (dtype := self._values[n].dtype) != parameter.dtype:
+                raise ValueError(f"the model has now {parameter.dtype}, its replicas {dtype}")
         parameters = self._parameters
         for_each(parameters, self._copy_value)
         workers = self._workers[: len(shares)]
+        # all are pickled before the first is sent: then an error leaves nobody waiting
+        messages = [worker.pickled((work, share, np.geterr()))
+                    for worker, share in zip(workers, shares)]
         with self._closed_on_error():
-            for worker, share in zip(workers, shares):
-                worker.send((work, share, np.geterr()))
-            answers = [worker.receive() for worker in workers]
+            for worker, message in zip(workers, messages):
+                worker.send(message)
+            received = [worker.receive() for worker in workers]
+        answers = [answer for answer, _ in received]
+        for message, category, filename, line in (note for _, notes in received for note in notes):
+            warnings.warn_explicit(message, category, filename, line, registry=self._warned)
         for error in (answer for answer in answers if isinstance(answer, BaseException)):
             raise error
         for_each(parameters, lambda n: parameters[n].add_grads(
@@ -139,6 +166,11 @@ class Replicas:
         """End the processes; what is run later is run in this one."""
         _end(self._workers)
         self.threads = 1
+        # back from the shared memory, which a process forked later would share too
+        if self._values:
+            self._values.clear()
+            for parameter in self._parameters:
+                parameter.move_value(np.empty_like(parameter.value))
         if self._blas is not None:
             self._blas.restore_original_limits()
             self._blas = None
@@ -254,7 +286,7 @@ class _Box:
         return np.ndarray(place.shape, place.dtype, self.memory, start)
 
     def _walk(self, thing: Any, wanted: type, change: Callable[[Any], Any]) -> Any:
-        if isinstance(thing, wanted):
+        if type(thing) is wanted:
             return change(thing)
         if type(thing) in (tuple, list):
             return type(thing)(self._walk(item, wanted, change) for item in thing)
@@ -266,8 +298,22 @@ class _Box:
 def _memory_file() -> Any:
     """A file without a name, in memory where the system has such."""
     if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("npdecoder"), "w+b")
+        return os.fdopen(_not_standard(os.memfd_create("npdecoder")), "w+b")
     return tempfile.TemporaryFile()
+
+
+def _not_standard(fd: int) -> int:
+    """The same file as fd, above 2: where stdin is closed, fd may have its number."""
+    if fd > 2:
+        return fd
+    above = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(fd)
+    return above
+
+
+def _pipe() -> tuple[Connection, Connection]:
+    read, write = map(_not_standard, os.pipe())
+    return Connection(read, writable=False), Connection(write, readable=False)
 
 
 def _end(workers: list[_Worker]) -> None:
@@ -283,38 +329,54 @@ class _Worker:
     ) -> None:
         self.gradients = gradients
         self.requests, self.answers = _Box(memory, boxes), _Box(memory, boxes + BOX)
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        their_requests, self.to_there = Pipe(duplex=False)
-        self.from_there, their_answers = Pipe(duplex=False)
+        # Before the first import: not what is in the current folder, and just as here. In ASCII,
+        # whatever the locale.
+        paths = [path for path in sys.path if isinstance(path, str)]
+        code = f"import sys; sys.path[:] = {paths!a}; "
+        their_requests, self.to_there = _pipe()
+        self.from_there, their_answers = _pipe()
         with their_requests, their_answers:
             fds = their_requests.fileno(), their_answers.fileno(), file
             self.process = subprocess.Popen(
-                [sys.executable, "-c", "from npdecoder.replicas import serve; serve()",
+                [sys.executable, "-c", code + "from npdecoder.replicas import serve; serve()",
                  *map(str, (*fds, block, boxes))],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": paths},
+                env={**os.environ, **ENVIRONMENT},
                 start_new_session=True,  # Ctrl-C is for this process alone
             )  # fmt: skip
 
+    def pickled(self, message: Any) -> Any:
+        return ForkingPickler.dumps(self.requests.put(message))
+
     def send(self, message: Any) -> None:
         with suppress(BrokenPipeError):  # receive will tell
-            self.to_there.send(self.requests.put(message))
+            self.to_there.send_bytes(message)
 
     def receive(self) -> Any:
-        """The answer to what was sent, or its error; warnings there are warnings here."""
+        """What came back."""
         try:
-            answer, caught = self.answers.take(self.from_there.recv(), copy=True)
-        except (EOFError, ConnectionResetError):
+            return self.answers.take(self.from_there.recv(), copy=True)
+        except (EOFError, OSError):  # OSError: in the middle of an answer
             raise RuntimeError("a process that trains along has ended") from None
-        for message, category, filename, line in caught:
-            warnings.warn_explicit(message, category, filename, line)
-        return answer
 
     def close(self) -> None:
+        self.process.kill()  # it may be at work, and has nothing to lose
         self.to_there.close()
         self.from_there.close()
         self.process.wait()
+
+
+def _pickled(answer: Any, notes: list[Any]) -> Any:
+    """Both pickled; an answer that cannot be, or not read again, is replaced by an error."""
+    try:
+        message = ForkingPickler.dumps((answer, notes))
+        if isinstance(answer, BaseException):
+            ForkingPickler.loads(message)
+        return message
+    except Exception as error:
+        what = f"{type(answer).__name__}: {answer}" if isinstance(answer, Exception) else "a result"
+        return ForkingPickler.dumps((RuntimeError(f"{what} (not to be pickled: {error})"), []))
 
 
 def serve() -> None:
@@ -324,7 +386,8 @@ def serve() -> None:
     memory = mmap.mmap(file, 0)
     if hasattr(os, "SCHED_BATCH"):
         # being woken does not interrupt who wakes it, and has others to wake: 2 ms of a step
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with suppress(OSError):  # not everywhere, and not from every policy
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     request_box, answer_box = _Box(memory, boxes), _Box(memory, boxes + BOX)
     model: Any = None
     parameters: list[Parameter] = []
@@ -355,5 +418,8 @@ def serve() -> None:
             except Exception as error:
                 answer = error
         notes = [(str(w.message), w.category, w.filename, w.lineno) for w in caught]
-        from_here.send(answer_box.put((answer, notes)))
+        try:
+            from_here.send_bytes(_pickled(answer_box.put(answer), notes))
+        except BrokenPipeError:  # nobody is there any more
+            return
         message = share = result = answer = None  # what memory they hold is free for the next

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from npdecoder.core import Array, integer, positive_int
+from npdecoder.core import Array, find_parameters, integer, positive_int
 from npdecoder.layers.cross_entropy import CrossEntropy
 from npdecoder.optim import Optimizer, Schedule, clip_grad_norm
 from npdecoder.replicas import Replicas, choose_threads
@@ -50,6 +50,8 @@ def train_step(
     counts = [criterion.count(micro_batch.targets) for micro_batch in micro_batches]
     total, loss = sum(counts), 0.0
     replicas = model if isinstance(model, Replicas) else Replicas(model)
+    for parameter in optimizer.parameters():  # also of those that are not the model's
+        parameter.forget_grad()
     for n, micro_batch in enumerate(micro_batches):
         cut = _cut(micro_batch, replicas.threads)
         shares = [(criterion, share, total, share_rng)
@@ -214,7 +216,9 @@ def train(
             if len(update) < accumulate:
                 raise ValueError(f"step {n}: the batches came to an end")
             if replicas is None:
-                replicas = stack.enter_context(_replicas(model, threads, update[0]))
+                replicas = stack.enter_context(
+                    _replicas(model, criterion, threads, update[0])
+                )
             try:
                 loss, count = train_step(
                     replicas, criterion, optimizer, update, max_norm=max_norm, rng=rng
@@ -237,9 +241,16 @@ def train(
     return losses
 
 
-def _replicas(model: Any, threads: int | None, batch: Batch) -> Replicas:
+def _replicas(
+    model: Any, criterion: CrossEntropy, threads: int | None, batch: Batch
+) -> Replicas:
+    own = any(find_parameters(criterion))
     if threads is not None:
+        if own and threads > 1:
+            raise ValueError("the criterion has parameters of its own: use threads=1")
         return Replicas(model, threads)
+    if own:
+        return Replicas(model)
     try:
         return Replicas(model, choose_threads(model, *batch.targets.shape))
     except (OSError, ValueError):  # then without, since nobody asked for them

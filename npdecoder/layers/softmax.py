@@ -107,5 +107,6 @@ class Softmax(Layer):
 
         # 3. y = e / Z, 2. Z = sum(e) and 1. e = exp(x - max(x)), together
         dy_y = dy * y
-        dx: Array = dy_y - y * sum_last(dy_y)
+        dx: Array = y * sum_last(dy_y)
+        np.subtract(dy_y, dx, out=dx)  # one array less
         return dx

@@ -1,0 +1,114 @@
+"""How much memory the computations take at their peak, as tracemalloc sees it (NumPy tells it)."""
+
+import tracemalloc
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from helpers import walk
+
+from npdecoder import (
+    CrossEntropy,
+    Decoder,
+    Embedding,
+    LanguageModel,
+    LanguageModelConfig,
+    causal_mask,
+)
+
+V = 50_257
+
+
+@contextmanager
+def measured():
+    """Afterwards .peak: the most bytes that were allocated at one time beyond those before."""
+    found = SimpleNamespace(peak=0)
+    tracemalloc.start()
+    try:
+        yield found
+        found.peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def owner(array):
+    """The array whose memory a view shows."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def ctx_bytes(ctx, *known):
+    """Of the arrays that a context keeps alive, each once, but for those in known."""
+    arrays = [owner(value) for _, value in walk(ctx) if isinstance(value, np.ndarray)]
+    kept = {id(array): array.nbytes for array in arrays}
+    return sum(kept.values()) - sum(kept.get(id(owner(array)), 0) for array in known)
+
+
+@pytest.mark.parametrize("N", [13, 31])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"label_smoothing": 0.1}, {"ignore_index": 7},
+     {"label_smoothing": 0.1, "ignore_index": 7}],
+)  # fmt: skip
+def test_cross_entropy_takes_three_times_the_logits_these_included(N, options):
+    """Beside the logits: log_p in ctx, and one array more, at last dlogits."""
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((N, V), dtype=np.float32)
+    targets = rng.integers(0, V, N)
+    targets[0] = 7
+    criterion = CrossEntropy(**options)
+    with measured() as found:
+        _, ctx = criterion.forward(logits, targets)
+        assert ctx.log_p.nbytes == logits.nbytes
+        criterion.backward(ctx, 0.5)
+    assert logits.nbytes + found.peak < 3.02 * logits.nbytes
+
+
+@pytest.mark.parametrize("scale", [False, True])
+def test_embedding_backward_makes_nothing_as_large_as_the_vocabulary(scale):
+    """Neither (N, V), nor, once there is a gradient, a second (V, d_model)."""
+    d_model, shape = 17, (3, 41)
+    embedding = Embedding(V, d_model, scale, rng=0)
+    rng = np.random.default_rng(0)
+    y, ctx = embedding.forward(rng.integers(0, V, shape))
+    dy = rng.standard_normal(y.shape, dtype=np.float32)
+    with measured() as first:
+        embedding.backward(ctx, dy)
+    with measured() as second:
+        embedding.backward(ctx, dy)
+    assert embedding.W.value.nbytes < first.peak < embedding.W.value.nbytes + 8 * dy.nbytes
+    assert second.peak < 8 * dy.nbytes
+
+
+def language_model(dropout):
+    """Of the size and the batch of nanoGPT's recipe for the CPU."""
+    config = LanguageModelConfig(65, d_model=128, num_heads=4, num_layers=4, activation="gelu",
+                                 max_len=64, dropout=dropout)  # fmt: skip
+    ids = np.random.default_rng(0).integers(0, 65, (12, 64))
+    return LanguageModel(config, 0), (ids,), {}
+
+
+def decoder(dropout):
+    model = Decoder(4, 128, 4, dropout=dropout, rng=0)
+    x, memory = np.random.default_rng(0).standard_normal((2, 12, 64, 128), dtype=np.float32)
+    return model, (x, memory), {"target_mask": causal_mask(64)}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("make", [language_model, decoder])
+def test_a_step_takes_little_more_than_ctx_parameters_and_gradients(make, dropout):
+    """Logits apart. A layer forgets what it computed in between before the next begins."""
+    model, inputs, options = make(dropout)
+    rng = np.random.default_rng(1) if dropout else None
+    values = [parameter.value for parameter in model.parameters()]
+    with measured() as found:
+        y, ctx = model.forward(*inputs, **options, rng=rng)
+        dy = np.ones_like(y)
+        model.backward(ctx, dy)
+    parameters = sum(value.nbytes for value in values)
+    step = parameters + found.peak - y.nbytes - dy.nbytes
+    kept = ctx_bytes(ctx, *values, *inputs, y)
+    assert kept > 3 * parameters  # so that this says something of ctx
+    assert step < 1.3 * (kept + 2 * parameters)
