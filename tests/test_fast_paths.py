@@ -1,0 +1,291 @@
+"""The ways that large arrays take: each equals plain NumPy at sizes beyond its threshold.
+
+Most tests use small sizes, where none of these is taken.
+"""
+
+import numpy as np
+import pytest
+from helpers import assert_close, assert_equal
+
+from npdecoder import (
+    SGD,
+    Adam,
+    AdamW,
+    Parameter,
+    ScaledDotProductAttention,
+    Softmax,
+    clip_grad_norm,
+)
+from npdecoder.blocks.multi_head_attention import merge_heads
+from npdecoder.core import LARGE, flat_blocks, for_each
+from npdecoder.layers import attention
+from npdecoder.layers.softmax import MANY
+from npdecoder.optim import BLOCK
+from npdecoder.sums import matmul_heads, mean_last, sum_last, transposed
+
+INF, NAN = np.inf, np.nan
+
+
+# Softmax and masks
+
+
+def rows_of_all_kinds(dtype, n=2003):
+    """(rows, n): such whose exponentials are as they should be, overflow, vanish or lose digits."""
+    x = np.random.default_rng(0).standard_normal((12, n))
+    x[1] += 200.0
+    x[2] -= 200.0
+    x[3] -= 2000.0
+    x[4] = x[4] / 10 - 95.0  # in float32 a few bits are left of each
+    x[5] += 60.0
+    x[6, ::2] = -INF
+    x[7] = -INF
+    x[8, 5] = 1e30
+    x[9] *= 1e30
+    x[10, :-1] = -1e30
+    x[11] -= 88.0
+    return x.astype(dtype)
+
+
+def plain_softmax(x):
+    e = np.exp(x - x.max(axis=-1, keepdims=True, initial=np.finfo(x.dtype).min))
+    return e / np.maximum(e.sum(axis=-1, keepdims=True), 1e-300)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_softmax_of_many_rows_of_all_kinds(dtype):
+    x = rows_of_all_kinds(dtype)
+    x.flags.writeable = False
+    assert x.size > MANY
+    y, _ = Softmax().forward(x)
+    assert y.dtype == dtype
+    with np.errstate(under="ignore"):
+        expected = plain_softmax(x.astype(np.float64))
+    scale = expected.max(axis=-1, keepdims=True)
+    tolerance = 40 * np.finfo(dtype).eps  # of the largest in its row
+    assert (np.abs(y - expected) <= tolerance * scale).all()
+    assert (y[7] == 0.0).all()
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_softmax_of_many_rows_of_which_one_is_nan(bad, dtype):
+    x = rows_of_all_kinds(dtype)
+    right, _ = Softmax().forward(x)
+    x[3, 4] = bad
+    y, _ = Softmax().forward(x)
+    assert np.isnan(y[3]).all()
+    others = np.arange(len(x)) != 3
+    assert_equal(y[others], right[others])
+
+
+@pytest.mark.parametrize("odd", [0.0, NAN, INF, -INF])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("place", ["seen", "hidden"])
+def test_a_mask_of_many_scores_is_np_where(odd, dtype, place):
+    rng = np.random.default_rng(1)
+    S = rng.standard_normal((3, 5, 17, 23)).astype(dtype)
+    mask = rng.random((3, 1, 17, 23)) < 0.6
+    mask[:, :, 2] = False
+    S[1, 2, 3, 4] = odd
+    mask[1, 0, 3, 4] = place == "seen"
+    assert S.size > attention.MANY
+    masked = attention.apply_mask(S, mask)
+    assert masked.dtype == dtype
+    assert_equal(masked, np.where(mask, S, -INF))
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 29, 37), (3, 1, 1, 37), (29, 37), (3, 2, 29, 37)])
+def test_attention_with_many_scores_is_that_of_each_head(shape):
+    rng = np.random.default_rng(2)
+    q, k, v, dy = (rng.standard_normal((3, 2, *size)) for size in [(29, 5), (37, 5), (37, 7),
+                                                                  (29, 7)])  # fmt: skip
+    mask = rng.random(shape) < 0.5
+    mask[..., -1, :] &= shape[-2] == 1  # a query that sees nothing
+    layer = ScaledDotProductAttention()
+    y, ctx = layer.forward(q, k, v, mask)
+    assert ctx.A.size > attention.MANY > ctx.A[0, 0].size
+    gradients = layer.backward(ctx, dy)
+    everywhere = np.broadcast_to(mask, ctx.A.shape)
+    for b, h in np.ndindex(3, 2):
+        alone, ctx_alone = layer.forward(q[b, h], k[b, h], v[b, h], everywhere[b, h])
+        assert_close(y[b, h], alone, 1e-13)
+        gradients_alone = layer.backward(ctx_alone, dy[b, h])
+        assert_close([g[b, h] for g in gradients], gradients_alone, 1e-13)
+    if shape[-2] > 1:
+        assert (y[:, :, -1] == 0.0).all()
+        assert (gradients[0][:, :, -1] == 0.0).all()
+
+
+# Sums and products
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.longdouble])
+@pytest.mark.parametrize("shape", [(7,), (5, 1), (3, 0, 4), (2, 3, 700)])
+def test_sums_and_means_of_the_last_axis(dtype, shape):
+    x = np.random.default_rng(3).standard_normal(shape).astype(dtype)
+    for y, expected in [(sum_last(x), x.sum(axis=-1, keepdims=True)),
+                        (mean_last(x), x.mean(axis=-1, keepdims=True))]:  # fmt: skip
+        assert y.dtype == dtype
+        np.testing.assert_allclose(y, expected, rtol=0, atol=1e3 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (3, 2), (2, 3, 5)])
+def test_products_of_heads(batch):
+    rng = np.random.default_rng(4)
+    x, y = rng.standard_normal((*batch, 7, 11)), rng.standard_normal((*batch, 11, 13))
+    assert_close(matmul_heads(x, y), x @ y, 1e-14)
+    assert_equal(transposed(x), x.swapaxes(-1, -2))
+    if len(batch) == 2:
+        product = matmul_heads(x, y)
+        assert np.shares_memory(merge_heads(product), product)
+
+
+# Gradients of a Parameter, which may be old numbers that are to be read as zeros
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_gradient_after_any_calls_is_the_sum_since_it_was_zero(seed):
+    rng = np.random.default_rng(seed)
+    parameter, expected = Parameter(rng.standard_normal((3, 5))), np.zeros((3, 5))
+    for call in rng.integers(7, size=8):
+        if call == 0:
+            a, b = rng.standard_normal((3, 2)), rng.standard_normal((2, 5))
+            parameter.add_product(a, b)
+            expected = expected + a @ b
+        elif call == 1:
+            arrays = list(rng.standard_normal((rng.integers(4), 3, 5)))
+            parameter.add_grads(arrays)
+            expected = expected + sum(arrays)
+        elif call == 2:
+            parameter.grad += 1.0
+            expected = expected + 1.0
+        elif call == 3:
+            parameter.zero_grad()
+            expected = np.zeros((3, 5))
+        elif call == 4:
+            parameter.grad = b = rng.standard_normal((3, 5))
+            expected = b
+        elif call == 5:
+            parameter.forget_grad()
+            expected = np.zeros((3, 5))
+        elif call == 6:
+            assert parameter.has_grad == expected.any()
+            np.testing.assert_allclose(parameter.grad, expected, atol=1e-14)
+    assert parameter.has_grad == expected.any()
+    np.testing.assert_allclose(parameter.grad, expected, atol=1e-14)
+
+
+def test_a_sum_of_rows_is_added():
+    rng = np.random.default_rng(5)
+    parameter, rows = Parameter(np.zeros(7)), rng.standard_normal((11, 7))
+    parameter.add_sum(rows)
+    parameter.add_sum(rows[:0])
+    parameter.add_sum(rows[:3])
+    assert_close(parameter.grad, rows.sum(axis=0) + rows[:3].sum(axis=0), 1e-14)
+
+
+# Updates of large models: in blocks, and in threads
+
+
+def large_parameters():
+    rng = np.random.default_rng(6)
+    shapes = [(13,), (257, 521), (701, 613), (BLOCK,), (BLOCK + 1,), (2, 3)]
+    parameters = [Parameter(rng.standard_normal(shape)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = rng.standard_normal(parameter.shape)
+    return parameters
+
+
+@pytest.fixture
+def three_cores(monkeypatch):
+    monkeypatch.setattr("npdecoder.core.num_cores", lambda: 3)
+    assert sum(parameter.size for parameter in large_parameters()) > 3 * LARGE
+
+
+def plain_sgd(value, g, n):
+    v = 0.0
+    for _ in range(n):
+        v = 0.9 * v + g + 0.2 * value
+        value = value - 0.1 * v
+    return value
+
+
+def plain_adam(value, g, n, decoupled):
+    m = v = 0.0
+    for i in range(1, n + 1):
+        if decoupled:
+            value = value - 0.1 * 0.2 * value
+        g_i = g if decoupled else g + 0.2 * value
+        m, v = 0.8 * m + 0.2 * g_i, 0.9 * v + 0.1 * g_i**2
+        value = value - 0.1 * (m / (1 - 0.8**i)) / (np.sqrt(v / (1 - 0.9**i)) + 1e-3)
+    return value
+
+
+ADAM = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.2}
+OPTIMIZERS = {
+    "SGD": (lambda p: SGD(p, 0.1, momentum=0.9, weight_decay=0.2), plain_sgd),
+    "Adam": (lambda p: Adam(p, **ADAM), lambda *args: plain_adam(*args, decoupled=False)),
+    "AdamW": (lambda p: AdamW(p, **ADAM), lambda *args: plain_adam(*args, decoupled=True)),
+}
+
+
+@pytest.mark.usefixtures("three_cores")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_of_large_parameters_equal_their_equations(name):
+    make, plain = OPTIMIZERS[name]
+    parameters = large_parameters()
+    expected = [plain(p.value, p.grad, 3) for p in parameters]
+    optimizer = make(parameters)
+    for _ in range(3):
+        optimizer.step()
+    assert_close([p.value for p in parameters], expected, 1e-13)
+
+
+def test_the_norm_of_large_gradients():
+    parameters = large_parameters()
+    flat = np.concatenate([p.grad.ravel() for p in parameters])
+    assert clip_grad_norm(parameters, 2.0) == pytest.approx(np.linalg.norm(flat), rel=1e-12)
+    clipped = np.concatenate([p.grad.ravel() for p in parameters])
+    assert_close(clipped, flat * (2.0 / np.linalg.norm(flat)), 1e-12)
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (1,), (0,), (2, 3, 4), ()])
+@pytest.mark.parametrize("size", [1, 2, 5, 7, 100])
+def test_blocks_are_views_that_cover_all_once(shape, size):
+    array, other = np.zeros(shape), np.zeros(shape)
+    for piece, same in flat_blocks(size, array, other):
+        assert piece.size <= size
+        piece += 1.0
+        same += 2.0
+    assert (array == 1.0).all()
+    assert (other == 2.0).all()
+
+
+@pytest.mark.usefixtures("three_cores")
+def test_each_of_the_large_parameters_is_done_once():
+    done = []
+    for_each(large_parameters(), done.append)
+    assert sorted(done) == list(range(len(large_parameters())))
+
+
+@pytest.mark.usefixtures("three_cores")
+@pytest.mark.parametrize("wrong", range(6))
+def test_an_error_in_any_thread_is_raised(wrong):
+    def do(n):
+        if n == wrong:
+            raise KeyError(f"number {n}")
+
+    with pytest.raises(KeyError, match=f"number {wrong}"):
+        for_each(large_parameters(), do)
+
+
+@pytest.mark.usefixtures("three_cores")
+def test_threads_treat_errors_of_numbers_as_their_caller_does():
+    with np.errstate(divide="raise"), pytest.raises(FloatingPointError):
+        for_each(large_parameters(), lambda n: np.ones(1) / np.zeros(1))
+    with np.errstate(divide="ignore"):
+        for_each(large_parameters(), lambda n: np.ones(1) / np.zeros(1))
+    called = []
+    with np.errstate(divide="call", call=lambda *error: called.append(error)):
+        for_each(large_parameters(), lambda n: np.ones(1) / np.zeros(1))
+    assert len(called) == len(large_parameters())
