@@ -298,7 +298,10 @@ def _walk(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 def float_dtype(name: str, dtype: DTypeLike) -> np.dtype[Any]:
     """dtype in native byte order if it is float32, float64 or longdouble, else a TypeError."""
-    native = np.dtype(dtype).newbyteorder("=")
+    try:
+        native = np.dtype(dtype).newbyteorder("=")
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} is {dtype!r}, expected float32, float64 or longdouble") from error
     if native not in FLOAT_DTYPES:
         raise TypeError(
             f"{name} has dtype {native}, expected float32, float64 or longdouble "
@@ -392,11 +395,19 @@ def integer(name: str, value: Any, at_least: int | None = None) -> int:
     return int(value)
 
 
+def as_float(value: Any) -> float:
+    """value as a float; an integer beyond all floats is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else -float("inf")
+
+
 def non_negative(name: str, value: Any) -> float:
     """value as a float >= 0; NaN and inf are refused."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}, expected a number")
-    number = float(value)
+    number = as_float(value)
     if not 0.0 <= number < float("inf"):
         raise ValueError(f"{name} is {value}, expected a finite number >= 0")
     return number
@@ -406,7 +417,7 @@ def fraction(name: str, value: Any) -> float:
     """value as a float in [0, 1]; NaN is refused."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}, expected a number in [0, 1]")
-    number = float(value)
+    number = as_float(value)
     if not 0.0 <= number <= 1.0:
         raise ValueError(f"{name} is {value}, expected a number in [0, 1]")
     return number
@@ -414,7 +425,7 @@ def fraction(name: str, value: Any) -> float:
 
 def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
     choices = tuple(choices)
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} is {value!r}, expected one of {', '.join(map(repr, choices))}")
     return str(value)
 

@@ -21,7 +21,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from npdecoder.core import Array, as_array, as_ids, fraction, integer, non_negative, positive_int
+from npdecoder.core import (
+    Array,
+    as_array,
+    as_float,
+    as_ids,
+    fraction,
+    integer,
+    non_negative,
+    positive_int,
+)
 from npdecoder.decoding_state import DecodingState
 from npdecoder.layers.softmax import log_softmax
 from npdecoder.models import LanguageModel, Transformer, TransformerConfig
@@ -427,6 +436,7 @@ def _moderate(name: str, value: Any) -> float:
     """value as a float from -50 to 50: length ** value stays a number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}, expected a number")
-    if not abs(float(value)) <= 50.0:
+    number = as_float(value)
+    if not abs(number) <= 50.0:
         raise ValueError(f"{name} is {value}, expected a finite number from -50 to 50")
-    return float(value)
+    return number

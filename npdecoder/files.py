@@ -52,6 +52,8 @@ def save_weights(path: PathLike, mapping: Mapping[str, ArrayLike]) -> None:
     OSError if it cannot be written. The old file is then untouched.
     """
     suffix = _suffix(path)
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"mapping is {mapping!r}, expected names and arrays")
     arrays = {name: _storable(name, array, suffix) for name, array in mapping.items()}
     escaped = [name for name in arrays if not _fits(name)]
     table = {name: f"{ESCAPED}{i}" for i, name in enumerate(escaped)}

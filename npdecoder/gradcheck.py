@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from npdecoder.core import Array, find_parameters, one_of
+from npdecoder.core import Array, find_parameters, integer, one_of
 from npdecoder.hints import Facts, Tensor, find_hints
 
 ZERO = 1e-9  # below this everywhere, a gradient is taken as zero
@@ -145,6 +145,11 @@ def gradcheck(
     one_of("mode", mode, ("full", "directional"))
     if not step > 0.0 or not tolerance > 0.0:
         raise ValueError(f"step is {step} and tolerance {tolerance}, expected numbers > 0")
+    if not callable(getattr(layer, "forward", None)) or not callable(
+        getattr(layer, "backward", None)
+    ):
+        raise TypeError(f"layer is {layer!r}, expected an object with forward and backward")
+    seed = integer("seed", seed, 0)
     # a stream of our own: inputs made with default_rng(seed) shall not meet themselves as dy
     rng = np.random.default_rng([seed, 1986])
     check = _Check(layer, inputs, keywords, tolerance, step, rng)

@@ -237,6 +237,8 @@ def _entries(layer: Layer, names: Mapping[str, str] | None) -> list[Entry]:
         raise ValueError(f"{type(layer).__name__} has parameters that PyTorch has no place for: "
                          + ", ".join(own))
     names = {} if names is None else names
+    if not isinstance(names, Mapping):
+        raise TypeError(f"names is {names!r}, expected a mapping of parts to names")
     for name, there in names.items():
         if not isinstance(there, str):
             raise TypeError(f"names[{name!r}] is {there!r}, expected a string")

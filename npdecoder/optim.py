@@ -496,18 +496,24 @@ def clip_grad_norm(parameters: Parameter | Iterable[Parameter], max_norm: float)
 
     Errors: TypeError for anything that is not a Parameter; ValueError for max_norm <= 0 or NaN.
     """
-    max_norm = _number("max_norm", max_norm)
-    if not max_norm > 0.0:
-        raise ValueError(f"max_norm is {max_norm}, expected a number > 0")
-    distinct = _distinct("parameters", parameters)
-    norm = _norm([parameter.grad for parameter in distinct])
+    norm = clip_if_finite(parameters, max_norm)
     if not math.isfinite(norm):
         warnings.warn(
             f"the gradient norm is {norm}: the gradients were left unclipped",
             RuntimeWarning,
             stacklevel=2,
         )
-    elif norm > max_norm:
+    return norm
+
+
+def clip_if_finite(parameters: Parameter | Iterable[Parameter], max_norm: float) -> float:
+    """clip_grad_norm for callers that look at the norm themselves: without the warning."""
+    max_norm = _number("max_norm", max_norm)
+    if not max_norm > 0.0:
+        raise ValueError(f"max_norm is {max_norm}, expected a number > 0")
+    distinct = _distinct("parameters", parameters)
+    norm = _norm([parameter.grad for parameter in distinct])
+    if math.isfinite(norm) and norm > max_norm:
         for parameter in distinct:
             parameter.grad *= max_norm / norm
     return norm

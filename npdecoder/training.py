@@ -19,7 +19,7 @@ import numpy as np
 
 from npdecoder.core import Array, find_parameters, integer, positive_int
 from npdecoder.layers.cross_entropy import CrossEntropy
-from npdecoder.optim import Optimizer, Schedule, clip_grad_norm
+from npdecoder.optim import Optimizer, Schedule, clip_if_finite
 from npdecoder.replicas import Replicas, choose_threads
 from npdecoder.text import Batch
 
@@ -57,9 +57,7 @@ def train_step(
         shares = [(criterion, share, total, share_rng)
                   for share, share_rng in zip(cut, _rngs(rng, len(cut)))]
         loss += sum(replicas.run(_share_of_loss, shares, add=n > 0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of a norm that is not finite: see below
-        norm = clip_grad_norm(optimizer.parameters(), math.inf if max_norm is None else max_norm)
+    norm = clip_if_finite(optimizer.parameters(), math.inf if max_norm is None else max_norm)
     if not math.isfinite(norm):
         raise FloatingPointError(f"the gradient norm is {norm}: try a smaller learning rate")
     optimizer.step()

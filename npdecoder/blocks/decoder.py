@@ -35,6 +35,7 @@ from npdecoder.core import (
     construction_rng,
     dropout_rng,
     fraction,
+    non_negative,
     one_of,
     positive_int,
 )
@@ -100,7 +101,7 @@ class DecoderLayer(Layer):
             attention_dropout = dropout
         attention_dropout = fraction("attention_dropout", attention_dropout)
         attention_options = (d_model, num_heads, d_k, d_v, attention_bias, attention_dropout)
-        norm_options = (d_model, norm_eps, norm_bias)
+        norm_options = (d_model, non_negative("norm_eps", norm_eps), norm_bias)
 
         self.self_attention = MultiHeadAttention(*attention_options, rng=rng, dtype=dtype)
         self.cross_attention: MultiHeadAttention | MemoryAttention | None = None
@@ -133,7 +134,8 @@ class DecoderLayer(Layer):
 
         memory: (B, S, d_model); if shared, the pair K (B, h, S, d_k), V (B, h, S, d_v).
         target_mask: (T, T) or 4 dimensions, for the self-attention (causality is a mask like any
-        other: None makes everything visible). memory_mask: (T, S) or 4 dimensions.
+        other: None makes everything visible). memory_mask: (T, S) or 4 dimensions. In both True =
+        may attend, or floats, added to the scores.
         cache: for decoding. x are the T positions after those in it, target_mask is
         (T, cache.length + T), and memory is the pair (K, V), whether shared or not.
 

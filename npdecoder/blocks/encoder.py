@@ -18,6 +18,7 @@ from npdecoder.core import (
     construction_rng,
     dropout_rng,
     fraction,
+    non_negative,
     positive_int,
 )
 from npdecoder.layers.layer_norm import LayerNorm, LayerNormContext
@@ -78,6 +79,7 @@ class EncoderLayer(Layer):
         self.feed_forward = FeedForward(
             d_model, d_ff, activation, feed_forward_bias, dropout, rng=rng, dtype=dtype
         )
+        norm_eps = non_negative("norm_eps", norm_eps)
         self.norm1 = LayerNorm(d_model, norm_eps, norm_bias, dtype=dtype)
         self.norm2 = LayerNorm(d_model, norm_eps, norm_bias, dtype=dtype)
         self.residual1 = Residual(self.norm1, norm, dropout)
@@ -86,7 +88,9 @@ class EncoderLayer(Layer):
     def forward(
         self, x: ArrayLike, mask: ArrayLike | None = None, rng: np.random.Generator | None = None
     ) -> tuple[Array, EncoderLayerContext]:
-        """x (B, T, d_model) -> y (B, T, d_model). mask: (T, T) or 4 dimensions; None: all seen."""
+        """x (B, T, d_model) -> y (B, T, d_model). mask: (T, T) or 4 dimensions, True =
+        may attend, or floats, added to the scores; None: all is seen.
+        """
         gamma = self.norm1.gamma.value
         x = as_sequences("x", x, len(gamma), gamma.dtype)
         (B, T, _), h = x.shape, self.self_attention.num_heads

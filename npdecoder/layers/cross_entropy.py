@@ -81,6 +81,8 @@ class CrossEntropy(Layer):
         """
         if np.ndim(dloss) != 0:
             raise ValueError(f"dloss has shape {np.shape(dloss)}, expected a number")
+        if np.asarray(dloss).dtype.kind not in "iuf":
+            raise TypeError(f"dloss is {dloss!r}, expected a number")
         log_p, targets, counted, count = ctx
         V = log_p.shape[-1]
         e = self.label_smoothing

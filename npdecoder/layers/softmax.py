@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from npdecoder.core import Array, Layer, as_array, as_gradient
+from npdecoder.core import Array, Layer, as_array, as_gradient, integer
 from npdecoder.sums import sum_last
 
 MANY = 5000  # numbers of which the quick way pays
@@ -20,7 +20,7 @@ def softmax(x: ArrayLike, axis: int = -1) -> Array:
     An entry -inf gets 0. A row of nothing but -inf, where nothing is visible, gets zeros all over;
     a row that holds NaN or +inf is NaN. Errors: TypeError for integers and float16.
     """
-    x = as_array("x", x)
+    x, axis = as_array("x", x), integer("axis", axis)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         e, Z = _e_and_Z(x, axis)
         y: Array = e / Z
@@ -32,7 +32,7 @@ def log_softmax(x: ArrayLike, axis: int = -1) -> Array:
 
     A row of nothing but -inf stays -inf; a row that holds NaN or +inf is NaN.
     """
-    x = as_array("x", x)
+    x, axis = as_array("x", x), integer("axis", axis)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         below = _below_max(x, axis)
         Z = np.exp(below).sum(axis=axis, keepdims=True)

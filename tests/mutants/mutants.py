@@ -464,7 +464,7 @@ KINDS["optimizers and micro-batches"] = [
     Mutant("a group's own lr ignored", "optim.py",
            "self.lr * group.lr_scale)", "self.lr)", OPTIM),
     Mutant("small gradients are scaled up to max_norm", "optim.py",
-           "elif norm > max_norm:", "elif norm > 0.0:", OPTIM),
+           "and norm > max_norm:", "and norm > 0.0:", OPTIM),
     Mutant("each micro-batch counts as a whole batch", "training.py",
            "loss_ctx.count / max(total, 1)", "loss_ctx.count / max(loss_ctx.count, 1)",
            "test_training.py -k micro"),
