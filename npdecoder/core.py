@@ -48,7 +48,7 @@ class Parameter:
     __slots__ = ("_grad", "_grad_is_old", "_value")
 
     def __init__(self, value: ArrayLike) -> None:
-        array = np.array(value, order="C", subok=False)
+        array = np.array(rectangular("value", value), order="C", subok=False)
         self._value: Array = array.astype(float_dtype("value", array.dtype), copy=False)
         self._grad: Array | None = None
         self._grad_is_old = False  # to be read as zeros, which are not yet written
@@ -167,7 +167,7 @@ ALONE = Parameter.of_arrays(np.zeros(1), np.zeros(1))._value_references()
 
 
 def _copy_into(array: Array, name: str, new: ArrayLike) -> None:
-    new = np.asarray(new)
+    new = rectangular(f"Parameter.{name}", new)
     if new.shape != array.shape:
         raise ValueError(f"Parameter.{name} has shape {array.shape}, got {new.shape}")
     np.copyto(array, new, casting="same_kind")
@@ -233,6 +233,7 @@ class Layer:
         that does not hold floats; ValueError for numbers that overflow the parameter's dtype.
         """
         parameters = dict(self.named_parameters())
+        mapping = mapping_of("mapping", mapping)
         arrays = {name: np.asarray(array) for name, array in mapping.items()}
         missing = [name for name in parameters if name not in arrays]
         unexpected = [name for name in arrays if name not in parameters]
@@ -310,7 +311,7 @@ def float_dtype(name: str, dtype: DTypeLike) -> np.dtype[Any]:
     return native
 
 
-def _rectangular(name: str, x: ArrayLike) -> Array:
+def rectangular(name: str, x: ArrayLike) -> Array:
     try:
         return np.asarray(x)
     except ValueError as error:  # lists of different lengths
@@ -322,12 +323,18 @@ def as_array(name: str, x: ArrayLike, dtype: DTypeLike | None = None) -> Array:
     # nearly always: what one layer hands to the next
     if type(x) is np.ndarray and x.dtype in FLOAT_DTYPES and (dtype is None or x.dtype == dtype):
         return x
-    array = _rectangular(name, x)
+    array = rectangular(name, x)
     if dtype is None:
         dtype = float_dtype(name, array.dtype)
     elif array.dtype.kind not in "fiu":
         raise TypeError(f"{name} has dtype {array.dtype}, expected real numbers")
-    return array.astype(dtype, copy=False)
+    if array.dtype.kind != "f" or array.dtype.itemsize <= np.dtype(dtype).itemsize:
+        return array.astype(dtype, copy=False)
+    with np.errstate(over="ignore"):
+        converted = array.astype(dtype)
+    if not np.array_equal(np.isfinite(converted), np.isfinite(array)):
+        raise ValueError(f"{name} overflows {np.dtype(dtype)}")
+    return converted
 
 
 def as_stored_floats(name: str, array: Array, dtype: np.dtype[Any]) -> Array:
@@ -371,7 +378,7 @@ def as_ids(name: str, ids: ArrayLike, size: int) -> NDArray[np.intp]:
     Errors: TypeError for anything but integers; IndexError for an id out of range, which NumPy
     would otherwise wrap (-1 is the last row).
     """
-    array = _rectangular(name, ids)
+    array = rectangular(name, ids)
     if array.size == 0 and not isinstance(ids, np.ndarray):  # of an empty list NumPy makes floats
         array = array.astype(np.intp)
     if array.dtype.kind not in "iu":
@@ -395,21 +402,21 @@ def integer(name: str, value: Any, at_least: int | None = None) -> int:
     return int(value)
 
 
-def as_float(value: Any) -> float:
+def real(name: str, value: Any) -> float:
     """value as a float; an integer beyond all floats is infinite."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {value!r}, expected a number")
     try:
         return float(value)
     except OverflowError:
-        return float("inf") if value > 0 else -float("inf")
+        return float("inf") if value > 0 else -float("inf")  # type: ignore[operator]
 
 
 def non_negative(name: str, value: Any) -> float:
     """value as a float >= 0; NaN and inf are refused."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {value!r}, expected a number")
-    number = as_float(value)
+    number = real(name, value)
     if not 0.0 <= number < float("inf"):
-        raise ValueError(f"{name} is {value}, expected a finite number >= 0")
+        raise ValueError(f"{name} is {number}, expected a finite number >= 0")
     return number
 
 
@@ -417,10 +424,17 @@ def fraction(name: str, value: Any) -> float:
     """value as a float in [0, 1]; NaN is refused."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}, expected a number in [0, 1]")
-    number = as_float(value)
+    number = real(name, value)
     if not 0.0 <= number <= 1.0:
-        raise ValueError(f"{name} is {value}, expected a number in [0, 1]")
+        raise ValueError(f"{name} is {number}, expected a number in [0, 1]")
     return number
+
+
+def mapping_of(name: str, value: Any) -> Any:
+    """value, if it is a mapping."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} is a {type(value).__name__}, expected a mapping of names")
+    return value
 
 
 def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
@@ -457,7 +471,7 @@ def uniform_xavier(
 ) -> Array:
     """(d_in, d_out) from U(-a, a), a = sqrt(6 / (d_in + d_out)); Glorot and Bengio 2010, eq. 16."""
     a = (6.0 / (d_in + d_out)) ** 0.5
-    return rng.uniform(-a, a, (d_in, d_out)).astype(dtype)
+    return rng.uniform(-a, a, (d_in, d_out)).astype(float_dtype("dtype", dtype))
 
 
 def for_each(parameters: Sequence[Parameter], do: Callable[[int], None]) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,12 +23,13 @@ from numpy.typing import ArrayLike, NDArray
 from npdecoder.core import (
     Array,
     as_array,
-    as_float,
     as_ids,
     fraction,
     integer,
     non_negative,
     positive_int,
+    real,
+    rectangular,
 )
 from npdecoder.decoding_state import DecodingState
 from npdecoder.layers.softmax import log_softmax
@@ -276,7 +276,7 @@ def next_token_probabilities(
     Errors: ValueError for NaN or +inf among the logits, or nothing but -inf; for temperature < 0,
     top_k < 1, top_p or min_p outside [0, 1], and NaN.
     """
-    array = np.asarray(logits)
+    array = rectangular("logits", logits)
     array = as_array("logits", array.astype(np.float64) if array.dtype.kind in "iu" else array)
     if array.ndim != 1 or len(array) == 0:
         raise ValueError(f"logits has shape {array.shape}, expected (V,) with V >= 1")
@@ -434,9 +434,7 @@ def _largest(values: Array, n: int) -> list[int]:
 
 def _moderate(name: str, value: Any) -> float:
     """value as a float from -50 to 50: length ** value stays a number."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {value!r}, expected a number")
-    number = as_float(value)
+    number = real(name, value)
     if not abs(number) <= 50.0:
         raise ValueError(f"{name} is {value}, expected a finite number from -50 to 50")
     return number

@@ -22,7 +22,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from npdecoder.core import Array
+from npdecoder.core import Array, mapping_of, rectangular
 
 try:
     import fcntl
@@ -52,8 +52,7 @@ def save_weights(path: PathLike, mapping: Mapping[str, ArrayLike]) -> None:
     OSError if it cannot be written. The old file is then untouched.
     """
     suffix = _suffix(path)
-    if not isinstance(mapping, Mapping):
-        raise TypeError(f"mapping is {mapping!r}, expected names and arrays")
+    mapping = mapping_of("mapping", mapping)
     arrays = {name: _storable(name, array, suffix) for name, array in mapping.items()}
     escaped = [name for name in arrays if not _fits(name)]
     table = {name: f"{ESCAPED}{i}" for i, name in enumerate(escaped)}
@@ -129,7 +128,7 @@ def _storable(name: str, array: ArrayLike, suffix: str = ".npz") -> Array:
     """The array contiguous and in native byte order, or an error that names it."""
     if isinstance(array, np.ma.MaskedArray):
         raise ValueError(f"{name} has a mask, which is not stored")
-    array = np.asarray(array)
+    array = rectangular(name, array)
     if array.dtype.hasobject:
         raise ValueError(f"{name} holds Python objects, which are not stored")
     if suffix == ".safetensors" and array.dtype.name not in SAFETENSORS_DTYPES:

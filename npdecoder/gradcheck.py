@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from npdecoder.core import Array, find_parameters, integer, one_of
+from npdecoder.core import Array, find_parameters, integer, one_of, real
 from npdecoder.hints import Facts, Tensor, find_hints
 
 ZERO = 1e-9  # below this everywhere, a gradient is taken as zero
@@ -143,13 +143,13 @@ def gradcheck(
     finite, if the layer writes into its arguments or weights, or if there is nothing to check.
     """
     one_of("mode", mode, ("full", "directional"))
+    step, tolerance = real("step", step), real("tolerance", tolerance)
+    seed = integer("seed", seed, 0)
+    for method in ("forward", "backward"):
+        if not callable(getattr(layer, method, None)):
+            raise TypeError(f"layer is a {type(layer).__name__}, which has no {method}")
     if not step > 0.0 or not tolerance > 0.0:
         raise ValueError(f"step is {step} and tolerance {tolerance}, expected numbers > 0")
-    if not callable(getattr(layer, "forward", None)) or not callable(
-        getattr(layer, "backward", None)
-    ):
-        raise TypeError(f"layer is {layer!r}, expected an object with forward and backward")
-    seed = integer("seed", seed, 0)
     # a stream of our own: inputs made with default_rng(seed) shall not meet themselves as dy
     rng = np.random.default_rng([seed, 1986])
     check = _Check(layer, inputs, keywords, tolerance, step, rng)

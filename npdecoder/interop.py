@@ -30,7 +30,7 @@ from npdecoder.blocks import (
     MemoryProjection,
     MultiHeadAttention,
 )
-from npdecoder.core import Array, Layer, Parameter
+from npdecoder.core import Array, Layer, Parameter, mapping_of
 from npdecoder.layers import (
     Embedding,
     LayerNorm,
@@ -236,9 +236,7 @@ def _entries(layer: Layer, names: Mapping[str, str] | None) -> list[Entry]:
     if own:
         raise ValueError(f"{type(layer).__name__} has parameters that PyTorch has no place for: "
                          + ", ".join(own))
-    names = {} if names is None else names
-    if not isinstance(names, Mapping):
-        raise TypeError(f"names is {names!r}, expected a mapping of parts to names")
+    names = {} if names is None else mapping_of("names", names)
     for name, there in names.items():
         if not isinstance(there, str):
             raise TypeError(f"names[{name!r}] is {there!r}, expected a string")

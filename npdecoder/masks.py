@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from npdecoder.core import Array, as_array, as_ids, integer
+from npdecoder.core import Array, as_array, as_ids, integer, rectangular
 
 BoolArray = NDArray[np.bool_]
 
@@ -63,12 +63,14 @@ def as_mask(name: str, mask: ArrayLike | None, scores_shape: tuple[int, ...]) ->
     """
     if mask is None:
         return None
-    array = np.asarray(mask)
+    array = rectangular(name, mask)
     if array.dtype.kind in "iu":
         raise TypeError(
             f"{name} has dtype {array.dtype}, expected bool (True = may attend) or float (added to "
             f"the scores): convert with mask.astype(bool), or mask == 0 if 1 means blocked"
         )
+    if array.dtype.kind not in "bf":
+        raise TypeError(f"{name} has dtype {array.dtype}, expected bool or float")
     if array.dtype.kind != "b":
         array = as_array(name, array, np.promote_types(array.dtype, np.float32))
     if array.ndim not in (2, len(scores_shape)) or any(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +25,10 @@ from npdecoder.core import (
     flat_blocks,
     for_each,
     integer,
+    mapping_of,
     non_negative,
     positive_int,
+    real,
 )
 
 BLOCK = 65536  # numbers that an update takes at once: they stay in a core's cache until it is made
@@ -176,6 +177,7 @@ class Optimizer:
         Errors: ValueError that lists every name that is missing, unexpected, misshapen or unusable.
         Arrays that only one of the two needs are such names: momentum 0 cannot load momentum 0.9.
         """
+        state = mapping_of("state", state)
         entries = dict(self._entries())
         problems = [f"missing {name}" for name in entries if name not in state]
         problems += [f"unexpected {name}" for name in state if name not in entries]
@@ -547,9 +549,7 @@ def _scaled_norm(arrays: list[Array]) -> float:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {value!r}, expected a number")
-    return float(value)
+    return real(name, value)
 
 
 def _listed(name: str, parameters: Any) -> list[Any]:

@@ -38,6 +38,7 @@ from npdecoder.core import (
     non_negative,
     one_of,
     positive_int,
+    rectangular,
 )
 from npdecoder.layers.layer_norm import LayerNorm, LayerNormContext
 from npdecoder.masks import as_mask
@@ -96,12 +97,14 @@ class DecoderLayer(Layer):
     ) -> None:
         rng = construction_rng(rng)
         one_of("cross_attention", cross_attention, CROSS_ATTENTION)
+        norm_eps = non_negative("norm_eps", norm_eps)
+        positive_int("d_model", d_model)
         dropout = fraction("dropout", dropout)
         if attention_dropout is None:
             attention_dropout = dropout
         attention_dropout = fraction("attention_dropout", attention_dropout)
         attention_options = (d_model, num_heads, d_k, d_v, attention_bias, attention_dropout)
-        norm_options = (d_model, non_negative("norm_eps", norm_eps), norm_bias)
+        norm_options = (d_model, norm_eps, norm_bias)
 
         self.self_attention = MultiHeadAttention(*attention_options, rng=rng, dtype=dtype)
         self.cross_attention: MultiHeadAttention | MemoryAttention | None = None
@@ -375,7 +378,7 @@ class Decoder(Layer):
         one function of the memory, whose backward is linear in dK and dV, so that the sums go back
         through it once: the same as going back for each layer and adding up.
         """
-        dx = np.asarray(dy)
+        dx = rectangular("dy", dy)
         if self.norm is not None and ctx.norm is not None:
             dx = self.norm.backward(ctx.norm, dx)
         dmemory: list[Array] = []  # one array, or dK and dV, or none

@@ -20,6 +20,7 @@ from npdecoder.core import (
     fraction,
     non_negative,
     positive_int,
+    rectangular,
 )
 from npdecoder.layers.layer_norm import LayerNorm, LayerNormContext
 from npdecoder.masks import as_mask
@@ -69,6 +70,8 @@ class EncoderLayer(Layer):
         dtype: DTypeLike = np.float32,
     ) -> None:
         rng = construction_rng(rng)
+        norm_eps = non_negative("norm_eps", norm_eps)
+        positive_int("d_model", d_model)
         dropout = fraction("dropout", dropout)
         if attention_dropout is None:
             attention_dropout = dropout
@@ -79,7 +82,6 @@ class EncoderLayer(Layer):
         self.feed_forward = FeedForward(
             d_model, d_ff, activation, feed_forward_bias, dropout, rng=rng, dtype=dtype
         )
-        norm_eps = non_negative("norm_eps", norm_eps)
         self.norm1 = LayerNorm(d_model, norm_eps, norm_bias, dtype=dtype)
         self.norm2 = LayerNorm(d_model, norm_eps, norm_bias, dtype=dtype)
         self.residual1 = Residual(self.norm1, norm, dropout)
@@ -176,7 +178,7 @@ class Encoder(Layer):
 
     def backward(self, ctx: EncoderContext, dy: ArrayLike) -> Array:
         """dy (B, S, d_model) -> dx (B, S, d_model)."""
-        dx = np.asarray(dy)
+        dx = rectangular("dy", dy)
         if self.norm is not None and ctx.norm is not None:
             dx = self.norm.backward(ctx.norm, dx)
         for layer, layer_ctx in zip(reversed(self.layers), reversed(ctx.layers)):

@@ -43,7 +43,8 @@ class FeedForward(Layer):
         dtype: DTypeLike = np.float32,
     ) -> None:
         rng = construction_rng(rng)
-        d_ff = 4 * positive_int("d_model", d_model) if d_ff is None else positive_int("d_ff", d_ff)
+        positive_int("d_model", d_model)
+        d_ff = 4 * d_model if d_ff is None else positive_int("d_ff", d_ff)
         self.linear1 = Linear(d_model, d_ff, bias, rng=rng, dtype=dtype)
         self.activation: ReLU | GELU
         if one_of("activation", activation, ACTIVATIONS) == "relu":

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from npdecoder.core import Array, Layer, as_array, as_ids, fraction, integer
+from npdecoder.core import Array, Layer, as_array, as_ids, fraction, integer, rectangular
 from npdecoder.layers.softmax import log_softmax
 
 
@@ -101,7 +101,9 @@ class CrossEntropy(Layer):
     def _check_targets(
         self, logits: Array, targets: ArrayLike
     ) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-        raw = np.asarray(targets)
+        raw = rectangular("targets", targets)
+        if raw.size == 0 and not isinstance(targets, np.ndarray):
+            raw = raw.astype(np.intp)
         if logits.ndim < 1 or logits.shape[-1] == 0 or raw.shape != logits.shape[:-1]:
             raise ValueError(
                 f"logits {logits.shape} and targets {raw.shape}: expected (..., V) and (...), V > 0"

@@ -16,6 +16,7 @@ from npdecoder.core import (
     as_ids,
     as_input,
     construction_rng,
+    float_dtype,
     positive_int,
 )
 
@@ -41,7 +42,7 @@ class Embedding(Layer):
     ) -> None:
         shape = positive_int("vocab_size", vocab_size), positive_int("d_model", d_model)
         W = construction_rng(rng).normal(0.0, d_model**-0.5, shape)
-        self.W = Parameter(W.astype(dtype))
+        self.W = Parameter(W.astype(float_dtype("dtype", dtype)))
         self.scale = float(d_model) ** 0.5 if scale else 1.0
 
     def forward(self, ids: ArrayLike) -> tuple[Array, EmbeddingContext]:

@@ -13,6 +13,7 @@ from npdecoder.core import (
     Parameter,
     as_gradient,
     as_input,
+    float_dtype,
     non_negative,
     positive_int,
 )
@@ -37,6 +38,7 @@ class LayerNorm(Layer):
     def __init__(
         self, d_model: int, eps: float = 1e-5, bias: bool = True, *, dtype: DTypeLike = np.float32
     ) -> None:
+        dtype = float_dtype("dtype", dtype)
         self.eps = non_negative("eps", eps)
         self.gamma = Parameter(np.ones(positive_int("d_model", d_model), dtype))
         self.beta = Parameter(np.zeros(d_model, dtype)) if bias else None

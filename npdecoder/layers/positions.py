@@ -16,6 +16,7 @@ from npdecoder.core import (
     as_ids,
     as_sequences,
     construction_rng,
+    float_dtype,
     positive_int,
 )
 
@@ -90,7 +91,7 @@ class LearnedPositions(Layer):
     ) -> None:
         shape = positive_int("max_len", max_len), positive_int("d_model", d_model)
         P = construction_rng(rng).normal(0.0, d_model**-0.5, shape)
-        self.P = Parameter(P.astype(dtype))
+        self.P = Parameter(P.astype(float_dtype("dtype", dtype)))
 
     def forward(
         self, x: ArrayLike, positions: ArrayLike | None = None

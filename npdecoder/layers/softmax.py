@@ -82,6 +82,8 @@ class Softmax(Layer):
     def forward(self, x: ArrayLike) -> tuple[Array, SoftmaxContext]:
         """x (..., n) -> y (..., n), each row of y a distribution."""
         x = as_array("x", x)
+        if x.ndim == 0:
+            raise ValueError("x has shape (), expected (..., n)")
 
         # 1. e_i = exp(x_i - max(x)), and 2. Z = sum_i e_i
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):

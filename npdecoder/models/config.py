@@ -71,7 +71,7 @@ class ModelConfig:
         one_of("activation", self.activation, ACTIVATIONS)
         one_of("positions", self.positions, ("sinusoidal", "learned"))
         for name in ("dropout", "attention_dropout", "position_dropout"):
-            if getattr(self, name) is not None:
+            if name == "dropout" or getattr(self, name) is not None:
                 fraction(name, getattr(self, name))
         if self.positions == "sinusoidal" and self.d_model % 2:
             raise ValueError(f"d_model is {self.d_model}: sinusoidal positions need an even number")
@@ -115,7 +115,7 @@ class TransformerConfig(ModelConfig):
         layers = ("num_encoder_layers", "num_decoder_layers")
         for name in (*sizes, *layers):
             positive_int(name, getattr(self, name))
-        if self.cross_attention == "none":
+        if isinstance(self.cross_attention, str) and self.cross_attention == "none":
             raise ValueError("cross_attention is 'none', but an encoder-decoder needs it")
         one_of("cross_attention", self.cross_attention, ("per_layer", "shared"))
         ties = ("none", "target_output", "source_target", "all")

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from npdecoder.blocks.decoder import Decoder, DecoderContext
 from npdecoder.blocks.encoder import Encoder, EncoderContext
-from npdecoder.core import Array, as_ids, construction_rng
+from npdecoder.core import Array, as_ids, as_sequences, construction_rng
 from npdecoder.layers.embedding import Embedding, Unembedding, UnembeddingContext
 from npdecoder.layers.linear import Linear, LinearContext
 from npdecoder.masks import as_mask, combine_masks
@@ -144,8 +144,9 @@ class Transformer(TokenModel):
     ) -> tuple[Array, DecodeContext]:
         """target_ids (B, T), memory (B, S, d_model) of source_ids -> logits (B, T, V)."""
         source_ids, target_ids = self._check_ids(source_ids, target_ids)
-        if np.shape(memory)[:2] != source_ids.shape:
-            shapes = f"memory {np.shape(memory)} and source_ids {source_ids.shape}"
+        memory = as_sequences("memory", memory, self.config.d_model, self.source_embedding.W.dtype)
+        if memory.shape[:2] != source_ids.shape:
+            shapes = f"memory {memory.shape} and source_ids {source_ids.shape}"
             raise ValueError(f"{shapes}: expected (B, S, d_model) and (B, S)")
         memory_keep = self.source_mask(source_ids, source_mask)
         target_keep = self._causal_mask("target_mask", target_ids, target_mask)
@@ -170,6 +171,8 @@ class Transformer(TokenModel):
     def source_mask(self, source_ids: ArrayLike, mask: ArrayLike | None = None) -> Array | None:
         """The keys of the source that may be attended to, (B, 1, 1, S); None: all of them."""
         source_ids = as_ids("source_ids", source_ids, self.config.source_vocab_size)
+        if source_ids.ndim != 2:
+            raise ValueError(f"source_ids has shape {source_ids.shape}, expected (B, S)")
         B, S = source_ids.shape
         keep = as_mask("source_mask", mask, (B, 1, 1, S))
         return combine_masks(self._padding_mask(source_ids), keep)
