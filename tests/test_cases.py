@@ -434,7 +434,8 @@ def test_where_everything_is_dropped_all_is_finite(kind, norm):
     with np.errstate(all="raise"):
         logits, ctx = model.forward(*inputs, rng=np.random.default_rng(0))
         model.backward(ctx, np.ones_like(logits))
-    assert (logits == logits[0, 0]).all(), "nothing of the ids is left"
+    # nothing of the ids is left; rows of a product may still differ in the last digit
+    np.testing.assert_allclose(logits, np.broadcast_to(logits[0, 0], logits.shape), 1e-12, 1e-12)
     assert not any(p.grad.any() for p in tables_of(model))
     assert np.isfinite(logits).all()
     assert all(np.isfinite(p.grad).all() for p in model.parameters())
