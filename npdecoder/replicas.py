@@ -179,7 +179,8 @@ class Replicas:
         # One thread where there is one process: BLAS cuts even products that are too small for it.
         # Where processes cannot be had, it had better cut the large ones.
         if self.threads == 1 and os.name == "posix":
-            with suppress(ImportError):  # an optional extra
+            # an optional extra, which fails at paths that the locale cannot write
+            with suppress(ImportError, OSError, UnicodeError):
                 from threadpoolctl import threadpool_limits
 
                 self._blas = threadpool_limits(1, "blas")

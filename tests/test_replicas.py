@@ -477,7 +477,7 @@ if sys.stdin is not None:
     [
         ("", 'echo "raise SystemExit(1)" > random.py; exec "$0" "$1" <&-'),
         ("sys.path += [__import__('pathlib').Path('x'), 3, '', 'a:b']",
-         'export PYTHONDEVMODE=1 PYTHONWARNINGS=error LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0;'
+         'export PYTHONDEVMODE=1 PYTHONWARNINGS=error;'
          'mkdir gone; cd gone; rmdir ../gone; exec "$0" "$1"'),
     ],
     ids=["stdin closed, and a folder with a random.py", "no folder, odd sys.path and flags"],

@@ -284,6 +284,8 @@ class Decoder(Layer):
         **options: Any,
     ) -> None:
         rng = construction_rng(rng)
+        one_of("cross_attention", cross_attention, CROSS_ATTENTION)
+        one_of("norm", norm, ("pre", "post"))
         options |= {"norm": norm, "norm_bias": norm_bias, "norm_eps": norm_eps, "dtype": dtype}
         options |= {"d_k": d_k, "d_v": d_v, "attention_bias": attention_bias}
         self.memory_projection: MemoryProjection | None = None

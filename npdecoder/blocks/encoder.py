@@ -19,6 +19,7 @@ from npdecoder.core import (
     dropout_rng,
     fraction,
     non_negative,
+    one_of,
     positive_int,
     rectangular,
 )
@@ -155,6 +156,7 @@ class Encoder(Layer):
         **options: Any,
     ) -> None:
         rng = construction_rng(rng)
+        one_of("norm", norm, ("pre", "post"))
         options |= {"norm": norm, "norm_bias": norm_bias, "norm_eps": norm_eps, "dtype": dtype}
         self.layers = [
             EncoderLayer(d_model, num_heads, d_ff, rng=rng, **options)
