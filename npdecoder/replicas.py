@@ -76,7 +76,7 @@ class Replicas:
         places = _places(self._parameters)
         # the model with its places where its parameters are
         try:
-            plan = ForkingPickler.dumps((
+            plan = _dumps((
                 copy.deepcopy(model, {id(p): x for p, x in zip(self._parameters, places)}), places
             ))
         except Exception as error:  # of many types
@@ -348,7 +348,7 @@ class _Worker:
             )  # fmt: skip
 
     def pickled(self, message: Any) -> Any:
-        return ForkingPickler.dumps(self.requests.put(message))
+        return _dumps(self.requests.put(message))
 
     def send(self, message: Any) -> None:
         with suppress(BrokenPipeError):  # receive will tell
@@ -368,16 +368,20 @@ class _Worker:
         self.process.wait()
 
 
+def _dumps(message: Any) -> bytes:
+    return bytes(ForkingPickler.dumps(message))  # not its view of a buffer, which outlives it
+
+
 def _pickled(answer: Any, notes: list[Any]) -> Any:
     """Both pickled; an answer that cannot be, or not read again, is replaced by an error."""
     try:
-        message = ForkingPickler.dumps((answer, notes))
+        message = _dumps((answer, notes))
         if isinstance(answer, BaseException):
             ForkingPickler.loads(message)
         return message
     except Exception as error:
         what = f"{type(answer).__name__}: {answer}" if isinstance(answer, Exception) else "a result"
-        return ForkingPickler.dumps((RuntimeError(f"{what} (not to be pickled: {error})"), []))
+        return _dumps((RuntimeError(f"{what} (not to be pickled: {error})"), []))
 
 
 def serve() -> None:
