@@ -318,6 +318,13 @@ def rectangular(name: str, x: ArrayLike) -> Array:
         raise ValueError(f"{name} is no rectangular array: {error}") from None
 
 
+def rectangular_ids(name: str, ids: ArrayLike) -> Array:
+    """ids as they are; an empty list, of which NumPy would make floats, as integers."""
+    array = rectangular(name, ids)
+    empty_list = array.size == 0 and not isinstance(ids, np.ndarray)
+    return array.astype(np.intp) if empty_list else array
+
+
 def as_array(name: str, x: ArrayLike, dtype: DTypeLike | None = None) -> Array:
     """x as a native float array: of dtype if given, else of its own, which must be a float."""
     # nearly always: what one layer hands to the next
@@ -330,11 +337,7 @@ def as_array(name: str, x: ArrayLike, dtype: DTypeLike | None = None) -> Array:
         raise TypeError(f"{name} has dtype {array.dtype}, expected real numbers")
     if array.dtype.kind != "f" or array.dtype.itemsize <= np.dtype(dtype).itemsize:
         return array.astype(dtype, copy=False)
-    with np.errstate(over="ignore"):
-        converted = array.astype(dtype)
-    if not np.array_equal(np.isfinite(converted), np.isfinite(array)):
-        raise ValueError(f"{name} overflows {np.dtype(dtype)}")
-    return converted
+    return as_stored_floats(name, array, np.dtype(dtype))
 
 
 def as_stored_floats(name: str, array: Array, dtype: np.dtype[Any]) -> Array:
@@ -378,9 +381,7 @@ def as_ids(name: str, ids: ArrayLike, size: int) -> NDArray[np.intp]:
     Errors: TypeError for anything but integers; IndexError for an id out of range, which NumPy
     would otherwise wrap (-1 is the last row).
     """
-    array = rectangular(name, ids)
-    if array.size == 0 and not isinstance(ids, np.ndarray):  # of an empty list NumPy makes floats
-        array = array.astype(np.intp)
+    array = rectangular_ids(name, ids)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {array.dtype}, expected integers")
     if array.size and (array.min() < 0 or array.max() >= size):
@@ -402,10 +403,10 @@ def integer(name: str, value: Any, at_least: int | None = None) -> int:
     return int(value)
 
 
-def real(name: str, value: Any) -> float:
+def real(name: str, value: Any, expected: str = "a number") -> float:
     """value as a float; an integer beyond all floats is infinite."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {value!r}, expected a number")
+        raise TypeError(f"{name} is {value!r}, expected {expected}")
     try:
         return float(value)
     except OverflowError:
@@ -422,9 +423,7 @@ def non_negative(name: str, value: Any) -> float:
 
 def fraction(name: str, value: Any) -> float:
     """value as a float in [0, 1]; NaN is refused."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {value!r}, expected a number in [0, 1]")
-    number = real(name, value)
+    number = real(name, value, "a number in [0, 1]")
     if not 0.0 <= number <= 1.0:
         raise ValueError(f"{name} is {number}, expected a number in [0, 1]")
     return number

@@ -510,7 +510,7 @@ def clip_grad_norm(parameters: Parameter | Iterable[Parameter], max_norm: float)
 
 def clip_if_finite(parameters: Parameter | Iterable[Parameter], max_norm: float) -> float:
     """clip_grad_norm for callers that look at the norm themselves: without the warning."""
-    max_norm = _number("max_norm", max_norm)
+    max_norm = real("max_norm", max_norm)
     if not max_norm > 0.0:
         raise ValueError(f"max_norm is {max_norm}, expected a number > 0")
     distinct = _distinct("parameters", parameters)
@@ -546,10 +546,6 @@ def _scaled_norm(arrays: list[Array]) -> float:
 
 
 # Checks of arguments.
-
-
-def _number(name: str, value: Any) -> float:
-    return real(name, value)
 
 
 def _listed(name: str, parameters: Any) -> list[Any]:

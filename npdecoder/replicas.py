@@ -129,8 +129,7 @@ class Replicas:
         for n, parameter in enumerate(self._parameters):  # no name for a value: see close
             if (dtype := self._values[n].dtype) != parameter.dtype:
                 raise ValueError(f"the model has now {parameter.dtype}, its replicas {dtype}")
-        parameters = self._parameters
-        for_each(parameters, self._copy_value)
+        for_each(self._parameters, self._copy_value)
         workers = self._workers[: len(shares)]
         # all are pickled before the first is sent: then an error leaves nobody waiting
         messages = [worker.pickled((work, share, np.geterr()))
@@ -144,7 +143,7 @@ class Replicas:
             warnings.warn_explicit(message, category, filename, line, registry=self._warned)
         for error in (answer for answer in answers if isinstance(answer, BaseException)):
             raise error
-        for_each(parameters, lambda n: parameters[n].add_grads(
+        for_each(self._parameters, lambda n: self._parameters[n].add_grads(
             [w.gradients[n] for w, (_, written) in zip(workers, answers) if written[n]]
         ))
         return [result for result, _ in answers]

@@ -278,7 +278,7 @@ def print_row(n: int, rounds: int, top: float, open_replicas: ExitStack) -> None
         here, model, arrays = stack_step(row, open_replicas)
         steps = [here] if torch is None else [here, torch_stack_step(row, model, arrays)]
     else:
-        label, flops = f"{'nanoGPT recipe, one update':32}"[:32], recipe_flops()
+        label, flops = "nanoGPT recipe, one update", recipe_flops()
         reach, aim = RECIPE_REACH, RECIPE_AIM
         here, _, batch = recipe_step(open_replicas)
         steps = [here] if torch is None else [here, torch_recipe_step(batch)]

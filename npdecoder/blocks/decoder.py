@@ -98,7 +98,6 @@ class DecoderLayer(Layer):
         rng = construction_rng(rng)
         one_of("cross_attention", cross_attention, CROSS_ATTENTION)
         norm_eps = non_negative("norm_eps", norm_eps)
-        positive_int("d_model", d_model)
         dropout = fraction("dropout", dropout)
         if attention_dropout is None:
             attention_dropout = dropout
@@ -285,7 +284,6 @@ class Decoder(Layer):
     ) -> None:
         rng = construction_rng(rng)
         one_of("cross_attention", cross_attention, CROSS_ATTENTION)
-        one_of("norm", norm, ("pre", "post"))
         options |= {"norm": norm, "norm_bias": norm_bias, "norm_eps": norm_eps, "dtype": dtype}
         options |= {"d_k": d_k, "d_v": d_v, "attention_bias": attention_bias}
         self.memory_projection: MemoryProjection | None = None

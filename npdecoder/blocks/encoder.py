@@ -19,7 +19,6 @@ from npdecoder.core import (
     dropout_rng,
     fraction,
     non_negative,
-    one_of,
     positive_int,
     rectangular,
 )
@@ -72,7 +71,6 @@ class EncoderLayer(Layer):
     ) -> None:
         rng = construction_rng(rng)
         norm_eps = non_negative("norm_eps", norm_eps)
-        positive_int("d_model", d_model)
         dropout = fraction("dropout", dropout)
         if attention_dropout is None:
             attention_dropout = dropout
@@ -156,7 +154,6 @@ class Encoder(Layer):
         **options: Any,
     ) -> None:
         rng = construction_rng(rng)
-        one_of("norm", norm, ("pre", "post"))
         options |= {"norm": norm, "norm_bias": norm_bias, "norm_eps": norm_eps, "dtype": dtype}
         self.layers = [
             EncoderLayer(d_model, num_heads, d_ff, rng=rng, **options)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from npdecoder.core import Array, Layer, as_array, as_ids, fraction, integer, rectangular
+from npdecoder.core import Array, Layer, as_array, as_ids, fraction, integer, rectangular_ids
 from npdecoder.layers.softmax import log_softmax
 
 
@@ -101,9 +101,7 @@ class CrossEntropy(Layer):
     def _check_targets(
         self, logits: Array, targets: ArrayLike
     ) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-        raw = rectangular("targets", targets)
-        if raw.size == 0 and not isinstance(targets, np.ndarray):
-            raw = raw.astype(np.intp)
+        raw = rectangular_ids("targets", targets)
         if logits.ndim < 1 or logits.shape[-1] == 0 or raw.shape != logits.shape[:-1]:
             raise ValueError(
                 f"logits {logits.shape} and targets {raw.shape}: expected (..., V) and (...), V > 0"
