@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 Array = NDArray[Any]
 
-LARGE = 200_000  # numbers that are worth a thread
+LARGE = 1_000_000  # numbers that are worth a thread
 FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.longdouble))
 
 
@@ -139,6 +139,14 @@ class Parameter:
         if self._value_references() == ALONE:
             array[...] = self._value
             self._value = array
+
+    def move_grad(self, array: Array) -> None:
+        """The same with grad."""
+        if self._grad is None:
+            self._grad, self._grad_is_old = array, True
+        elif sys.getrefcount(self._grad) == ALONE:
+            array[...] = self._grad
+            self._grad = array
 
     def _value_references(self) -> int:
         return sys.getrefcount(self._value)

@@ -64,6 +64,8 @@ def as_mask(name: str, mask: ArrayLike | None, scores_shape: tuple[int, ...]) ->
     if mask is None:
         return None
     array = rectangular(name, mask)
+    if array.dtype.kind == "b" and array.shape == scores_shape[-2:]:
+        return array  # nearly always
     if array.dtype.kind in "iu":
         raise TypeError(
             f"{name} has dtype {array.dtype}, expected bool (True = may attend) or float (added to "

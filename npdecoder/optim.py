@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +33,7 @@ from npdecoder.core import (
     real,
 )
 
+FLAT = 200_000  # numbers of a small model
 BLOCK = 65536  # numbers that an update takes at once: they stay in a core's cache until it is made
 
 Parameters = Parameter | Iterable[Parameter | Mapping[str, Any]]
@@ -80,8 +83,20 @@ class Optimizer:
             self.groups = [self._group("the optimizer", {"params": items}, defaults)]
         if len({id(p) for p in self.parameters()}) < len(self.parameters()):
             raise ValueError("a Parameter is in two groups, expected each in one")
+        self._flat = [
+            _Flat(group, self.new_state)
+            if type(self).update in (SGD.update, Adam.update) and _fits_flat(group.parameters)
+            else None
+            for group in self.groups
+        ]
         self._states = [
-            self.new_state(p, group.options) for group in self.groups for p in group.parameters
+            state
+            for group, flat in zip(self.groups, self._flat)
+            for state in (
+                flat.states
+                if flat is not None
+                else [self.new_state(p, group.options) for p in group.parameters]
+            )
         ]
 
     def _group(self, where: str, given: Mapping[str, Any], defaults: dict[str, float]) -> Group:
@@ -122,14 +137,16 @@ class Optimizer:
     def step(self) -> None:
         """One update of every parameter, from its .grad, which stays as it is."""
         self.steps += 1
-        pairs = [(group, parameter) for group in self.groups for parameter in group.parameters]
+        states = iter(self._current_states())
+        for group, flat in zip(self.groups, self._flat):
+            of_group = list(islice(states, len(group.parameters)))
+            if flat is not None and flat.holds(group.parameters):
+                group, of_group = group._replace(parameters=(flat.whole,)), [flat.state]
+            for_each(group.parameters, partial(self._update_one, group, of_group))
 
-        def update(n: int) -> None:
-            group, parameter = pairs[n]
-            self.update(parameter, states[n], group.options, self.lr * group.lr_scale)
-
-        states = self._current_states()
-        for_each([parameter for _, parameter in pairs], update)
+    def _update_one(self, group: Group, states: list[dict[str, Array]], n: int) -> None:
+        lr = self.lr * group.lr_scale
+        self.update(group.parameters[n], states[n], group.options, lr)
 
     def new_state(self, parameter: Parameter, options: Mapping[str, float]) -> dict[str, Array]:
         """The arrays by name, in the parameter's dtype, that update will get as its state."""
@@ -224,6 +241,47 @@ class Optimizer:
             for name, array in arrays.items():
                 arrays[name] = array.astype(parameter.dtype, copy=False)
         return self._states
+
+
+class _Flat:
+    """A group's parameters side by side in one array, so that one update is that of all.
+
+    For what is small: NumPy takes as long to begin an operation as for a thousand numbers.
+
+    whole: a Parameter of all values and gradients; state: of whole; states: of each parameter.
+    """
+
+    def __init__(self, group: Group, new_state: Callable[..., dict[str, Array]]) -> None:
+        size = sum(parameter.size for parameter in group.parameters)
+        self.whole = Parameter(np.zeros(size, group.parameters[0].dtype))
+        self.state = new_state(self.whole, group.options)
+        values, grads = self._parts(self.whole.value, group), self._parts(self.whole.grad, group)
+        for parameter in group.parameters:
+            parameter.move_value(next(values))
+            parameter.move_grad(next(grads))
+        parts = {name: self._parts(array, group) for name, array in self.state.items()}
+        self.states = [{name: next(parts[name]) for name in parts} for _ in group.parameters]
+
+    @staticmethod
+    def _parts(array: Array, group: Group) -> Iterator[Array]:
+        """The views of array that belong to the parameters."""
+        start = 0
+        for parameter in group.parameters:
+            yield array[start : start + parameter.size].reshape(parameter.shape)
+            start += parameter.size
+
+    def holds(self, parameters: Iterable[Parameter]) -> bool:
+        """Whether all are there still: some never moved, or have moved on."""
+        value, grad = self.whole.value, self.whole.grad
+        for parameter in parameters:
+            if parameter.value.base is not value or parameter.grad.base is not grad:
+                return False
+        return True
+
+
+def _fits_flat(parameters: Sequence[Parameter]) -> bool:
+    one_dtype = len({parameter.dtype for parameter in parameters}) == 1
+    return one_dtype and sum(parameter.size for parameter in parameters) <= FLAT
 
 
 class SGD(Optimizer):
@@ -332,14 +390,21 @@ class Adam(Optimizer):
                     value *= 1.0 - lr * weight_decay
                 else:
                     g = g + weight_decay * value
-            m += (1.0 - beta1) * (g - m)
+            # `step`, at last what value changes by, is the one array for all that is on the way
+            step = np.asarray(g - m)
+            step *= 1.0 - beta1
+            m += step
+            np.square(g, out=step)
+            step *= 1.0 - beta2
             v *= beta2
-            v += (1.0 - beta2) * (g * g)
-            # m_hat and v_hat without arrays of their own: the corrections are two numbers
-            root = np.sqrt(v)
-            root /= math.sqrt(1.0 - beta2**self.steps)
-            root += options["eps"]
-            value -= (lr / (1.0 - beta1**self.steps)) * m / root
+            v += step
+            # sqrt(v_hat) + eps; m_hat and v_hat differ from m and v by a factor each
+            np.sqrt(v, out=step)
+            step /= math.sqrt(1.0 - beta2**self.steps)
+            step += options["eps"]
+            np.divide(m, step, out=step)
+            step *= lr / (1.0 - beta1**self.steps)
+            value -= step
 
 
 class AdamW(Adam):

@@ -129,7 +129,8 @@ class Replicas:
         for n, parameter in enumerate(self._parameters):  # no name for a value: see close
             if (dtype := self._values[n].dtype) != parameter.dtype:
                 raise ValueError(f"the model has now {parameter.dtype}, its replicas {dtype}")
-        for_each(self._parameters, self._copy_value)
+            if parameter.value is not self._values[n]:
+                np.copyto(self._values[n], parameter.value)
         workers = self._workers[: len(shares)]
         # all are pickled before the first is sent: then an error leaves nobody waiting
         messages = [worker.pickled((work, share, np.geterr()))
@@ -147,10 +148,6 @@ class Replicas:
             [w.gradients[n] for w, (_, written) in zip(workers, answers) if written[n]]
         ))
         return [result for result, _ in answers]
-
-    def _copy_value(self, n: int) -> None:
-        if self._parameters[n].value is not self._values[n]:
-            np.copyto(self._values[n], self._parameters[n].value)
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:

@@ -5,32 +5,65 @@ NumPy reduces short rows one by one, at some 50 ns each; a product with ones goe
 
 from __future__ import annotations
 
+import math
+import sys
+
 import numpy as np
 
 from npdecoder.core import Array, filled
 
+MANY = 5000  # numbers of which such a layout pays
+
 
 def sum_last(x: Array) -> Array:
     """x.sum(axis=-1, keepdims=True)."""
-    y: Array = x @ filled(x.shape[-1], 1, x.dtype)
-    return y
+    return _dot_last(x, filled(x.shape[-1], 1, x.dtype))
 
 
 def mean_last(x: Array) -> Array:
     """x.mean(axis=-1, keepdims=True)."""
     n = x.shape[-1]
-    y: Array = x @ filled(n, n, x.dtype)
-    return y
+    return _dot_last(x, filled(n, n, x.dtype))
+
+
+def _dot_last(x: Array, w: Array) -> Array:
+    """x @ w, of x (..., n) and w (n, 1)."""
+    return x.dot(w) if x.size < MANY else matmul_rows(x, w)
+
+
+def matmul_rows(x: Array, W: Array) -> Array:
+    """x @ W, of x (..., n) and W (n, m), as one product of two matrices.
+
+    For x (B, T, n) x @ W would be B of them. And dot is quicker than matmul where both are small.
+    """
+    *outer, n = x.shape
+    return x.reshape(math.prod(outer), n).dot(W).reshape(*outer, W.shape[1])
+
+
+def over(x: Array) -> Array | None:
+    """Where to put (out=) what takes the place of x, which is not read again: in x itself.
+
+    It stays in the cache and takes no memory of its own. None, for an array of its own, while a
+    Trace or a debugger looks on (sys.setprofile, sys.settrace): then every name keeps its numbers.
+    """
+    return x if sys.getprofile() is None and sys.gettrace() is None else None
 
 
 def transposed(x: Array) -> Array:
-    """x.swapaxes(-1, -2), copied: BLAS is up to twice as fast with the copies of small matrices."""
-    return np.ascontiguousarray(x.swapaxes(-1, -2))
+    """x.swapaxes(-1, -2), copied if there is much of it.
+
+    BLAS is up to twice as fast with the copies of many small matrices.
+    """
+    view = x.swapaxes(-1, -2)
+    return view if x.size < MANY else np.ascontiguousarray(view)
 
 
 def matmul_heads(x: Array, y: Array) -> Array:
-    """x @ y (..., h, T, d), which lies in memory as (..., T, h, d): merge_heads of it is a view."""
-    if x.ndim == 2:
+    """x @ y (..., h, T, d), which lies in memory as (..., T, h, d), if it is large.
+
+    merge_heads of it is then a view.
+    """
+    if x.ndim == 2 or x.size < MANY:
         return np.asarray(x @ y)
     *batch, h, T, _ = x.shape
     out = np.empty((*batch, T, h, y.shape[-1]), x.dtype).swapaxes(-3, -2)

@@ -3,25 +3,30 @@
 Most tests use small sizes, where none of these is taken.
 """
 
+import copy
+import sys
+
 import numpy as np
 import pytest
-from helpers import assert_close, assert_equal
+from helpers import assert_close, assert_equal, leaves, randomise
 
 from npdecoder import (
     SGD,
     Adam,
     AdamW,
+    DecoderLayer,
     Parameter,
     ScaledDotProductAttention,
     Softmax,
+    causal_mask,
     clip_grad_norm,
 )
 from npdecoder.blocks.multi_head_attention import merge_heads
-from npdecoder.core import LARGE, flat_blocks, for_each
+from npdecoder.core import flat_blocks, for_each
 from npdecoder.layers import attention
 from npdecoder.layers.softmax import MANY
 from npdecoder.optim import BLOCK
-from npdecoder.sums import matmul_heads, mean_last, sum_last, transposed
+from npdecoder.sums import matmul_heads, mean_last, over, sum_last, transposed
 
 INF, NAN = np.inf, np.nan
 
@@ -130,7 +135,8 @@ def test_sums_and_means_of_the_last_axis(dtype, shape):
 
 
 @pytest.mark.parametrize("batch", [(), (2,), (3, 2), (2, 3, 5)])
-def test_products_of_heads(batch):
+def test_products_of_heads(batch, monkeypatch):
+    monkeypatch.setattr("npdecoder.sums.MANY", 1)
     rng = np.random.default_rng(4)
     x, y = rng.standard_normal((*batch, 7, 11)), rng.standard_normal((*batch, 11, 13))
     assert_close(matmul_heads(x, y), x @ y, 1e-14)
@@ -184,22 +190,49 @@ def test_a_sum_of_rows_is_added():
     assert_close(parameter.grad, rows.sum(axis=0) + rows[:3].sum(axis=0), 1e-14)
 
 
-# Updates of large models: in blocks, and in threads
+# Results that take the place of what they are made of
 
 
-def large_parameters():
-    rng = np.random.default_rng(6)
-    shapes = [(13,), (257, 521), (701, 613), (BLOCK,), (BLOCK + 1,), (2, 3)]
-    parameters = [Parameter(rng.standard_normal(shape)) for shape in shapes]
-    for parameter in parameters:
-        parameter.grad = rng.standard_normal(parameter.shape)
-    return parameters
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("T", [3, 97])
+@pytest.mark.parametrize("mask", ["none", "bool", "float"])
+def test_a_layer_computes_the_same_bits_while_somebody_looks_on(mask, T, dtype):
+    rng = np.random.default_rng(7)
+    layer = DecoderLayer(6, 2, activation="gelu", dropout=0.1, rng=0, dtype=dtype)
+    randomise(layer, rng)
+    x, memory, dy = (rng.standard_normal((2, n, 6)).astype(dtype) for n in (T, 5, T))
+    x.flags.writeable = memory.flags.writeable = dy.flags.writeable = False
+    masks = {"none": None, "bool": causal_mask(T), "float": np.where(causal_mask(T), 0.5, -INF)}
+
+    def run():
+        layer.zero_grad()
+        y, ctx = layer.forward(x, memory, masks[mask], rng=np.random.default_rng(8))
+        return y, layer.backward(ctx, dy), [p.grad.copy() for p in layer.parameters()]
+
+    alone = run()
+    for watch in (sys.setprofile, sys.settrace):
+        before = sys.getprofile() if watch is sys.setprofile else sys.gettrace()
+        watch(lambda *event: None)
+        try:
+            watched = run()
+        finally:
+            watch(before)
+        assert_equal(leaves(watched), leaves(alone))
 
 
-@pytest.fixture
-def three_cores(monkeypatch):
-    monkeypatch.setattr("npdecoder.core.num_cores", lambda: 3)
-    assert sum(parameter.size for parameter in large_parameters()) > 3 * LARGE
+def test_an_intermediate_keeps_its_numbers_only_while_somebody_looks_on():
+    x = np.ones(3)
+    assert over(x) is x
+    for watch in (sys.setprofile, sys.settrace):
+        before = sys.getprofile() if watch is sys.setprofile else sys.gettrace()
+        watch(lambda *event: None)
+        try:
+            assert over(x) is None
+        finally:
+            watch(before)
+
+
+# Updates
 
 
 def plain_sgd(value, g, n):
@@ -227,6 +260,143 @@ OPTIMIZERS = {
     "Adam": (lambda p: Adam(p, **ADAM), lambda *args: plain_adam(*args, decoupled=False)),
     "AdamW": (lambda p: AdamW(p, **ADAM), lambda *args: plain_adam(*args, decoupled=True)),
 }
+
+
+# Updates of small models: of all parameters as one
+
+
+SMALL_SHAPES = [(3, 5), (), (7,), (2, 3, 1), (1,)]
+
+
+def small_parameters(dtype=np.float64):
+    rng = np.random.default_rng(9)
+    parameters = [Parameter(rng.standard_normal(shape).astype(dtype)) for shape in SMALL_SHAPES]
+    for parameter in parameters[::2]:  # the others have no gradient yet
+        parameter.grad = rng.standard_normal(parameter.shape)
+    return parameters
+
+
+def steps(parameters, optimizer, n=3):
+    rng = np.random.default_rng(10)
+    for _ in range(n):
+        for parameter in parameters[1:]:
+            parameter.forget_grad()
+            parameter.grad += rng.standard_normal(parameter.shape)
+        optimizer.step()
+        parameters[-1].forget_grad()
+    return [p.value.copy() for p in parameters]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_small_parameters_are_updated_as_each_by_itself(name, dtype):
+    make, _ = OPTIMIZERS[name]
+    alone = small_parameters(dtype)
+    with_alone = [make([parameter]) for parameter in alone]
+    together = small_parameters(dtype)
+    optimizer = make(together)
+    for _ in range(2):
+        found = steps(together, optimizer)
+        rng = np.random.default_rng(10)
+        for _ in range(3):
+            for parameter in alone[1:]:
+                parameter.grad = rng.standard_normal(parameter.shape)
+            for one in with_alone:
+                one.step()
+            alone[-1].zero_grad()
+        assert_equal(found, [p.value for p in alone])
+    assert optimizer._flat[0].holds(together)
+
+
+@pytest.mark.parametrize("held", ["value", "grad"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_arrays_that_somebody_holds_stay_those_of_the_parameter(name, held):
+    make, _ = OPTIMIZERS[name]
+    expected = steps(parameters := small_parameters(), make(parameters))
+    parameters = small_parameters()
+    before = [getattr(parameter, held) for parameter in parameters]
+    found = steps(parameters, make(parameters))
+    assert_equal(found, expected)
+    assert all(getattr(p, held) is array for p, array in zip(parameters, before))
+
+    parameters = small_parameters()
+    optimizer = make(parameters)
+    after = [getattr(parameter, held) for parameter in parameters]
+    assert_equal(steps(parameters, optimizer), expected)
+    assert all(getattr(p, held) is array for p, array in zip(parameters, after))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_copy_of_model_and_optimizer_trains_by_itself(name):
+    make, _ = OPTIMIZERS[name]
+    parameters = small_parameters()
+    optimizer = make(parameters)
+    steps(parameters, optimizer, 1)
+    copies, of_copies = copy.deepcopy((parameters, optimizer))
+    before = [p.value.copy() for p in parameters]
+    found = steps(copies, of_copies)
+    assert_equal([p.value for p in parameters], before)
+    assert_equal(steps(parameters, optimizer), found)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_small_parameters_may_move_on_between_updates(name):
+    """Into another dtype, or to a second optimizer."""
+    make, _ = OPTIMIZERS[name]
+    parameters, alone = small_parameters(), small_parameters()
+    optimizer, with_alone = make(parameters), [make([p]) for p in alone]
+    second, second_alone = make(parameters[2:]), [make([p]) for p in alone[2:]]
+    for dtype in (np.float64, np.float32, np.float64):
+        for parameter in (*parameters, *alone):
+            parameter.astype(dtype)
+        for of_all, of_each in ((optimizer, with_alone), (second, second_alone)):
+            of_all.step()
+            for one in of_each:
+                one.step()
+        assert_equal([p.value for p in parameters], [p.value for p in alone])
+
+
+class Normalised(SGD):
+    """A rule of a user's own, by the norm of each parameter's gradient."""
+
+    def update(self, parameter, state, options, lr):
+        parameter.value -= lr * parameter.grad / max(np.linalg.norm(parameter.grad), 1e-9)
+
+
+def test_a_rule_of_ones_own_gets_each_parameter_by_itself():
+    parameters, expected = small_parameters(), small_parameters()
+    Normalised(parameters, 0.1).step()
+    for p in expected:
+        p.value -= 0.1 * p.grad / max(np.linalg.norm(p.grad), 1e-9)
+    assert_equal([p.value for p in parameters], [p.value for p in expected])
+
+
+def test_parameters_of_two_dtypes_are_updated_in_their_own():
+    parameters = small_parameters()
+    parameters[0].astype(np.float32)
+    expected = [p.value - p.value.dtype.type(0.1) * p.grad for p in parameters]
+    SGD(parameters, 0.1).step()
+    assert [p.dtype for p in parameters] == [np.float32] + [np.float64] * 4
+    assert_close([p.value for p in parameters], expected, 1e-7)
+
+
+# Updates of large models: in blocks, and in threads
+
+
+def large_parameters():
+    rng = np.random.default_rng(6)
+    shapes = [(13,), (257, 521), (701, 613), (BLOCK,), (BLOCK + 1,), (2, 3)]
+    parameters = [Parameter(rng.standard_normal(shape)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = rng.standard_normal(parameter.shape)
+    return parameters
+
+
+@pytest.fixture
+def three_cores(monkeypatch):
+    monkeypatch.setattr("npdecoder.core.num_cores", lambda: 3)
+    monkeypatch.setattr("npdecoder.core.LARGE", 200_000)
+    assert sum(parameter.size for parameter in large_parameters()) > 3 * 200_000
 
 
 @pytest.mark.usefixtures("three_cores")

@@ -662,6 +662,7 @@ def large():
 @pytest.fixture
 def _two_cores(monkeypatch):
     monkeypatch.setattr(npdecoder.core, "num_cores", lambda: 2)
+    monkeypatch.setattr(npdecoder.core, "LARGE", 200_000)
 
 
 @pytest.mark.usefixtures("_two_cores")

@@ -121,7 +121,8 @@ class EncoderLayer(Layer):
         # 1. self-attention
         dx_past, ds1 = self.residual1.leave_backward(ctx.leave1, dx1)
         dquery, dkey, dvalue = self.self_attention.backward(ctx.self_attention, ds1)
-        dh1 = dquery + dkey + dvalue
+        dh1 = dquery + dkey
+        dh1 += dvalue
         dx = dx_past + self.residual1.enter_backward(ctx.enter1, dh1)
         return dx
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from npdecoder.core import Array, Layer, as_array, as_gradient, one_of
+from npdecoder.sums import over
 
 
 class ReLUContext(NamedTuple):
@@ -81,7 +82,9 @@ class GELU(Layer):
         x, Phi, dPhi = ctx
         dy = as_gradient("dy", dy, x.shape, x.dtype)
         # 2. y = x * Phi, and 1. Phi(x)
-        dx = np.asarray(dy * (Phi + x * dPhi), x.dtype)
+        slope = np.asarray(x * dPhi)
+        slope += Phi
+        dx = np.asarray(np.multiply(dy, slope, out=over(slope)), x.dtype)
         return dx
 
 
@@ -110,13 +113,13 @@ def _normal_cdf_float32(x: Array) -> tuple[Array, Array]:
     max(|x|, 0.3) Phi(x) is least: 7e-8 before rounding.
     """
     with np.errstate(over="ignore", under="ignore"):
-        z = np.asarray(np.minimum(x * x, np.float32(210.0)))  # where Phi is 0 or 1, and Phi' 0
+        z = np.asarray(np.square(x))
         u = np.asarray(z * np.float32(TANH_FLOAT32[0]))
         for c in TANH_FLOAT32[1:-1]:
             u += c
             u *= z
         u += TANH_FLOAT32[-1]
-        u *= x
+        u *= x  # far out p grows, to infinity at last, and tanh is 1 or -1
         Phi = np.tanh(u, out=u)
         Phi *= 0.5
         Phi += 0.5

@@ -12,7 +12,7 @@ from npdecoder.core import Array, Layer, as_array, as_gradient, fraction
 from npdecoder.layers.dropout import Dropout, DropoutContext
 from npdecoder.layers.softmax import Softmax, SoftmaxContext
 from npdecoder.masks import as_mask
-from npdecoder.sums import matmul_heads, transposed
+from npdecoder.sums import matmul_heads, over, transposed
 
 MANY = 5000  # scores of which the quick way to mask pays
 
@@ -102,8 +102,10 @@ class ScaledDotProductAttention(Layer):
         # 3. A = softmax(S_masked), and 2. S_masked = mask(S): dS is 0 where S was masked
         dS = self.softmax.backward(softmax, dA)
         # 1. S = q @ k.T / sqrt(d_k)
-        dq = matmul_heads(dS, k) / math.sqrt(d_k)
-        dk = matmul_heads(dS.swapaxes(-1, -2), q) / math.sqrt(d_k)
+        dq = matmul_heads(dS, k)
+        dq /= math.sqrt(d_k)
+        dk = matmul_heads(dS.swapaxes(-1, -2), q)
+        dk /= math.sqrt(d_k)
         return dq, dk, dv
 
 
@@ -122,13 +124,15 @@ def check_qkv(q: ArrayLike, k: ArrayLike, v: ArrayLike) -> tuple[Array, Array, A
 
 
 def apply_mask(S: Array, mask: Array | None) -> Array:
+    """The masked scores, which may take the place of S."""
     if mask is None:
         return S
     if mask.dtype.kind == "b":
         if S.size > MANY and mask.size < S.size and np.isfinite(S.max()) and np.isfinite(S.min()):
             # adding is twice as fast as np.where, and the same where nothing is inf or NaN
-            return S + np.where(mask, S.dtype.type(0), S.dtype.type(-np.inf))
+            bias = np.where(mask, S.dtype.type(0), S.dtype.type(-np.inf))
+            return np.add(S, bias, out=over(S))
         return np.where(mask, S, -np.inf).astype(S.dtype, copy=False)
     with np.errstate(over="ignore"):  # a bias below all numbers of the dtype blocks like -inf
-        S_masked: Array = S + mask.astype(S.dtype, copy=False)
+        S_masked: Array = np.add(S, mask.astype(S.dtype, copy=False), out=over(S))
     return S_masked

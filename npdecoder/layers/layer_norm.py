@@ -17,7 +17,7 @@ from npdecoder.core import (
     non_negative,
     positive_int,
 )
-from npdecoder.sums import mean_last
+from npdecoder.sums import mean_last, over
 
 
 class LayerNormContext(NamedTuple):
@@ -50,12 +50,12 @@ class LayerNorm(Layer):
 
         # 1. centre. Twice: where x is large beside its spread, the first mean is itself rounded.
         nearly = x - mean_last(x)
-        xc = nearly - mean_last(nearly)
+        xc = np.subtract(nearly, mean_last(nearly), out=over(nearly))
         # 2. the reciprocal of the standard deviation
-        var = mean_last(xc * xc)
+        var = mean_last(np.square(xc))
         rstd = 1.0 / np.sqrt(var + self.eps)
         # 3. normalise
-        x_hat = xc * rstd
+        x_hat = np.multiply(xc, rstd, out=over(xc))
         # 4. scale and shift
         y = gamma * x_hat
         if self.beta is not None:
@@ -92,7 +92,9 @@ class LayerNorm(Layer):
         self.gamma.add_sum((dy * x_hat).reshape(rows))
         dx_hat = dy * gamma
         # 3. x_hat = xc * rstd, and 2. rstd = 1 / sqrt(mean(xc * xc) + eps)
-        dxc = rstd * (dx_hat - x_hat * mean_last(dx_hat * x_hat))
+        dxc = x_hat * mean_last(dx_hat * x_hat)
+        np.subtract(dx_hat, dxc, out=dxc)
+        dxc *= rstd
         # 1. xc = x - mean(x)
-        dx = dxc - mean_last(dxc)
+        dx: Array = np.subtract(dxc, mean_last(dxc), out=over(dxc))
         return dx

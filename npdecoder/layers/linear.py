@@ -17,6 +17,7 @@ from npdecoder.core import (
     positive_int,
     uniform_xavier,
 )
+from npdecoder.sums import matmul_rows
 
 
 class LinearContext(NamedTuple):
@@ -50,11 +51,10 @@ class Linear(Layer):
         Errors: ValueError if the last axis of x is not d_in.
         """
         W = self.W.value
-        d_in, d_out = W.shape
-        x = as_input("x", x, d_in, W.dtype)
+        x = as_input("x", x, len(W), W.dtype)
 
-        # 1. xW = x @ W. One product of two matrices: for x (B, T, d_in) x @ W would be B of them.
-        y = (x.reshape(-1, d_in) @ W).reshape(*x.shape[:-1], d_out)
+        # 1. xW = x @ W
+        y = matmul_rows(x, W)
         # 2. y = xW + b, in the same array
         if self.b is not None:
             y += self.b.value
@@ -86,5 +86,5 @@ class Linear(Layer):
             self.b.add_sum(dy_rows)
         # 1. xW = x @ W
         self.W.add_product(x_rows.T, dy_rows)
-        dx: Array = (dy_rows @ W.T).reshape(x.shape)
+        dx = matmul_rows(dy, W.T)
         return dx

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from npdecoder.core import Array, Layer, as_array, as_gradient, integer
-from npdecoder.sums import sum_last
+from npdecoder.sums import over, sum_last
 
 MANY = 5000  # numbers of which the quick way pays
 FAR = 1e25  # float32 reaches from 1e-38 to 3e38
@@ -89,7 +89,7 @@ class Softmax(Layer):
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             e, Z = _e_and_Z(x, -1) if x.size < MANY else _quick_e_and_Z(x)
             # 3. y_i = e_i / Z
-            y: Array = e / Z
+            y: Array = np.divide(e, Z, out=over(e))
         return y, SoftmaxContext(y)
 
     def backward(self, ctx: SoftmaxContext, dy: ArrayLike) -> Array:
