@@ -253,9 +253,16 @@ class _Flat:
 
     def __init__(self, group: Group, new_state: Callable[..., dict[str, Array]]) -> None:
         size = sum(parameter.size for parameter in group.parameters)
-        self.whole = Parameter(np.zeros(size, group.parameters[0].dtype))
+        dtype = group.parameters[0].dtype
+        # No arrays: a view of a part then holds on to the part, which is not moved again.
+        self.values: Any = bytearray(size * dtype.itemsize)
+        self.grads: Any = bytearray(size * dtype.itemsize)
+        self.whole = Parameter.of_arrays(
+            np.ndarray(size, dtype, self.values), np.ndarray(size, dtype, self.grads)
+        )
+        self.whole.zero_grad()
         self.state = new_state(self.whole, group.options)
-        values, grads = self._parts(self.whole.value, group), self._parts(self.whole.grad, group)
+        values, grads = self._parts(self.values, group), self._parts(self.grads, group)
         for parameter in group.parameters:
             parameter.move_value(next(values))
             parameter.move_grad(next(grads))
@@ -263,18 +270,17 @@ class _Flat:
         self.states = [{name: next(parts[name]) for name in parts} for _ in group.parameters]
 
     @staticmethod
-    def _parts(array: Array, group: Group) -> Iterator[Array]:
-        """The views of array that belong to the parameters."""
+    def _parts(whole: bytearray | Array, group: Group) -> Iterator[Array]:
+        """The views of a whole that belong to the parameters."""
         start = 0
         for parameter in group.parameters:
-            yield array[start : start + parameter.size].reshape(parameter.shape)
-            start += parameter.size
+            yield np.ndarray(parameter.shape, parameter.dtype, whole, start)
+            start += parameter.value.nbytes
 
     def holds(self, parameters: Iterable[Parameter]) -> bool:
         """Whether all are there still: some never moved, or have moved on."""
-        value, grad = self.whole.value, self.whole.grad
         for parameter in parameters:
-            if parameter.value.base is not value or parameter.grad.base is not grad:
+            if parameter.value.base is not self.values or parameter.grad.base is not self.grads:
                 return False
         return True
 

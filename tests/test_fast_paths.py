@@ -356,6 +356,15 @@ def test_small_parameters_may_move_on_between_updates(name):
         assert_equal([p.value for p in parameters], [p.value for p in alone])
 
 
+@pytest.mark.parametrize("held", ["value", "grad"])
+def test_a_view_taken_between_two_optimizers_stays_true(held):
+    parameters = small_parameters()
+    SGD(parameters, 0.1)
+    views = [getattr(parameter, held)[...] for parameter in parameters]
+    steps(parameters, Adam(parameters))
+    assert_equal(views, [getattr(parameter, held) for parameter in parameters])
+
+
 class Normalised(SGD):
     """A rule of a user's own, by the norm of each parameter's gradient."""
 

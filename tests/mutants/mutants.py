@@ -504,9 +504,9 @@ KINDS["what only saves time or memory"] = [
     Mutant("scores are overwritten though a Trace looks on", "sums.py",
            "sys.getprofile() is None and ", "", FAST),
     Mutant("small parameters: one that has moved on is taken for one in its place", "optim.py",
-           "parameter.value.base is not value or", "False and", FAST),
+           "parameter.value.base is not self.values or", "False and", FAST),
     Mutant("small parameters: a gradient in another place is not seen", "optim.py",
-           "or parameter.grad.base is not grad", "or False", FAST),
+           "or parameter.grad.base is not self.grads", "or False", FAST),
     Mutant("small parameters: a user's rule is applied to all as one", "optim.py",
            "type(self).update in (SGD.update, Adam.update)", "True", FAST),
     Mutant("small parameters: a gradient moves without its numbers", "core.py",
@@ -514,7 +514,7 @@ KINDS["what only saves time or memory"] = [
     Mutant("small parameters: a gradient moves away from who holds it", "core.py",
            "elif sys.getrefcount(self._grad) == ALONE:", "else:", FAST),
     Mutant("small parameters: all states are the first one's", "optim.py",
-           "start += parameter.size", "start += 0", FAST),
+           "start += parameter.value.nbytes", "start += 0", FAST),
 ]
 
 MUTANTS = [mutant for mutants in KINDS.values() for mutant in mutants]
