@@ -8,8 +8,9 @@
     trace.save("trace.npz")
 
 Each named intermediate of the maths is a local of its layer's forward or backward (the layer
-contract). So the trace reads the locals as each call returns (sys.setprofile), and the layers know
-nothing of it. It is for sizes that one looks at: every array is copied.
+contract). So the trace reads the locals as each call returns (sys.setprofile), and all that the
+layers know of it is that somebody looks on: then no result is written over another (sums.over). It
+is for sizes that one looks at: every array is copied.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class LayerNorm(Layer):
             self.beta.add_sum(dy.reshape(rows))
         self.gamma.add_sum((dy * x_hat).reshape(rows))
         dx_hat = dy * gamma
-        # 3. x_hat = xc * rstd, and 2. rstd = 1 / sqrt(mean(xc * xc) + eps)
+        # 3. x_hat = xc * rstd, and 2. rstd = 1 / sqrt(mean(xc * xc) + eps): in one array
         dxc = x_hat * mean_last(dx_hat * x_hat)
         np.subtract(dx_hat, dxc, out=dxc)
         dxc *= rstd
