@@ -437,6 +437,13 @@ def fraction(name: str, value: Any) -> float:
     return number
 
 
+def flag(name: str, value: Any) -> bool:
+    """value, if it is True or False: "no" and numbers would be taken for one of them."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is {value!r}, expected True or False")
+    return bool(value)
+
+
 def mapping_of(name: str, value: Any) -> Any:
     """value, if it is a mapping."""
     if not isinstance(value, Mapping):

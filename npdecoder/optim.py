@@ -349,7 +349,8 @@ class Adam(Optimizer):
 
     betas: (beta1, beta2), each in [0, 1); in a group too. A group may also have its own eps and
     weight_decay. m and v have the shape and dtype of value; they are m.i and v.i in the state dict,
-    beta1 and beta2 are options there. Parameters and errors: see Optimizer.
+    beta1 and beta2 are options there. Parameters and errors: see Optimizer. Limit: with eps = 0 a
+    number whose gradients were all 0 becomes NaN, with NumPy's RuntimeWarning.
     """
 
     decoupled = False

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npdecoder import Decoder, Embedding, FeedForward, Layer, Linear, Parameter, ReLU, Unembedding
-from npdecoder.core import add_rows
+from npdecoder.core import add_rows, flag
 
 # Parameter
 
@@ -351,3 +351,14 @@ def test_construction_from_a_seed(make):
     rng = np.random.default_rng(3)
     first, second = weights(rng), weights(rng)
     assert any((a != b).any() for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("value", [True, False, np.True_, np.False_])
+def test_a_flag_is_true_or_false(value):
+    assert flag("bias", value) is bool(value)
+
+
+@pytest.mark.parametrize("value", [1, 0, "no", "", None, 1.0, [], np.array([True, False])])
+def test_a_flag_is_nothing_else(value):
+    with pytest.raises(TypeError, match="bias is .*, expected True or False"):
+        flag("bias", value)

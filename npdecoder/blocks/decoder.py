@@ -34,6 +34,7 @@ from npdecoder.core import (
     as_sequences,
     construction_rng,
     dropout_rng,
+    flag,
     fraction,
     non_negative,
     one_of,
@@ -97,7 +98,9 @@ class DecoderLayer(Layer):
     ) -> None:
         rng = construction_rng(rng)
         one_of("cross_attention", cross_attention, CROSS_ATTENTION)
-        norm_eps = non_negative("norm_eps", norm_eps)
+        norm_eps, norm_bias = non_negative("norm_eps", norm_eps), flag("norm_bias", norm_bias)
+        attention_bias = flag("attention_bias", attention_bias)
+        feed_forward_bias = flag("feed_forward_bias", feed_forward_bias)
         dropout = fraction("dropout", dropout)
         if attention_dropout is None:
             attention_dropout = dropout
@@ -298,7 +301,7 @@ class Decoder(Layer):
             )
             for _ in range(positive_int("num_layers", num_layers))
         ]
-        final_norm = norm == "pre" if final_norm is None else final_norm
+        final_norm = norm == "pre" if final_norm is None else flag("final_norm", final_norm)
         self.norm = LayerNorm(d_model, norm_eps, norm_bias, dtype=dtype) if final_norm else None
 
     def forward(

@@ -17,6 +17,7 @@ from npdecoder.core import (
     as_sequences,
     construction_rng,
     dropout_rng,
+    flag,
     fraction,
     non_negative,
     positive_int,
@@ -70,7 +71,9 @@ class EncoderLayer(Layer):
         dtype: DTypeLike = np.float32,
     ) -> None:
         rng = construction_rng(rng)
-        norm_eps = non_negative("norm_eps", norm_eps)
+        norm_eps, norm_bias = non_negative("norm_eps", norm_eps), flag("norm_bias", norm_bias)
+        attention_bias = flag("attention_bias", attention_bias)
+        feed_forward_bias = flag("feed_forward_bias", feed_forward_bias)
         dropout = fraction("dropout", dropout)
         if attention_dropout is None:
             attention_dropout = dropout
@@ -160,7 +163,7 @@ class Encoder(Layer):
             EncoderLayer(d_model, num_heads, d_ff, rng=rng, **options)
             for _ in range(positive_int("num_layers", num_layers))
         ]
-        final_norm = norm == "pre" if final_norm is None else final_norm
+        final_norm = norm == "pre" if final_norm is None else flag("final_norm", final_norm)
         self.norm = LayerNorm(d_model, norm_eps, norm_bias, dtype=dtype) if final_norm else None
 
     def forward(

@@ -16,6 +16,7 @@ from npdecoder.core import (
     as_ids,
     as_input,
     construction_rng,
+    flag,
     float_dtype,
     positive_int,
 )
@@ -43,7 +44,7 @@ class Embedding(Layer):
         shape = positive_int("vocab_size", vocab_size), positive_int("d_model", d_model)
         W = construction_rng(rng).normal(0.0, d_model**-0.5, shape)
         self.W = Parameter(W.astype(float_dtype("dtype", dtype)))
-        self.scale = float(d_model) ** 0.5 if scale else 1.0
+        self.scale = float(d_model) ** 0.5 if flag("scale", scale) else 1.0
 
     def forward(self, ids: ArrayLike) -> tuple[Array, EmbeddingContext]:
         """ids (...) of any integer dtype -> y (..., d_model).
@@ -97,7 +98,8 @@ class Unembedding(Layer):
         if not isinstance(embedding, Embedding):
             raise TypeError(f"embedding is a {type(embedding).__name__}, expected an Embedding")
         self.W = embedding.W
-        self.b = Parameter(np.zeros(len(self.W.value), self.W.dtype)) if bias else None
+        has_b = flag("bias", bias)
+        self.b = Parameter(np.zeros(len(self.W.value), self.W.dtype)) if has_b else None
 
     def forward(self, x: ArrayLike) -> tuple[Array, UnembeddingContext]:
         """x (..., d_model) -> logits (..., vocab_size)."""

@@ -13,6 +13,7 @@ from npdecoder.core import (
     Parameter,
     as_gradient,
     as_input,
+    flag,
     float_dtype,
     non_negative,
     positive_int,
@@ -31,8 +32,9 @@ class LayerNorm(Layer):
     The variance divides by d_model (ddof 0), and eps stands inside the root. gamma (d_model,)
     starts as ones, beta (d_model,) as zeros; bias=False leaves beta out.
 
-    Source: Ba, Kiros and Hinton 2016, eq. 4. Limit: a row whose squares overflow the dtype (float32
-    beyond about 1e19) has variance inf, and comes out as beta.
+    Source: Ba, Kiros and Hinton 2016, eq. 4. Limits: a row whose squares overflow the dtype
+    (float32 beyond about 1e19) has variance inf, and comes out as beta; with eps = 0 a row of equal
+    numbers is NaN, with NumPy's RuntimeWarning.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class LayerNorm(Layer):
         dtype = float_dtype("dtype", dtype)
         self.eps = non_negative("eps", eps)
         self.gamma = Parameter(np.ones(positive_int("d_model", d_model), dtype))
-        self.beta = Parameter(np.zeros(d_model, dtype)) if bias else None
+        self.beta = Parameter(np.zeros(d_model, dtype)) if flag("bias", bias) else None
 
     def forward(self, x: ArrayLike) -> tuple[Array, LayerNormContext]:
         """x (..., d_model) of any rank -> y (..., d_model)."""

@@ -14,6 +14,7 @@ from npdecoder.core import (
     as_gradient,
     as_input,
     construction_rng,
+    flag,
     positive_int,
     uniform_xavier,
 )
@@ -43,7 +44,7 @@ class Linear(Layer):
     ) -> None:
         d_in, d_out = positive_int("d_in", d_in), positive_int("d_out", d_out)
         self.W = Parameter(uniform_xavier(construction_rng(rng), d_in, d_out, dtype))
-        self.b = Parameter(np.zeros(d_out, dtype)) if bias else None
+        self.b = Parameter(np.zeros(d_out, dtype)) if flag("bias", bias) else None
 
     def forward(self, x: ArrayLike) -> tuple[Array, LinearContext]:
         """x (..., d_in) -> y (..., d_out).

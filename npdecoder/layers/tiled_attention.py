@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from npdecoder.core import Array, Layer, as_gradient, dropout_rng, fraction, positive_int
+from npdecoder.core import Array, Layer, as_gradient, dropout_rng, flag, fraction, positive_int
 from npdecoder.layers.attention import apply_mask, check_qkv
 from npdecoder.layers.dropout import Dropout, DropoutContext
 from npdecoder.masks import as_mask
@@ -52,7 +52,7 @@ class TiledAttention(Layer):
 
     def __init__(self, dropout: float = 0.0, causal: bool = False, tile: int = 128) -> None:
         self.dropout = Dropout(fraction("dropout", dropout))
-        self.causal = causal
+        self.causal = flag("causal", causal)
         self.tile = positive_int("tile", tile)
 
     def forward(

@@ -9,7 +9,7 @@ import numpy as np
 
 from npdecoder.blocks.feed_forward import ACTIVATIONS
 from npdecoder.blocks.multi_head_attention import head_widths
-from npdecoder.core import fraction, integer, non_negative, one_of, positive_int
+from npdecoder.core import flag, fraction, integer, non_negative, one_of, positive_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,8 @@ class ModelConfig:
             value = getattr(self, f.name)
             if isinstance(value, np.generic):
                 object.__setattr__(self, f.name, value.item())
-            if isinstance(f.default, bool) and not isinstance(getattr(self, f.name), bool):
-                raise TypeError(f"{f.name} is {value!r}, expected True or False")
+            if isinstance(f.default, bool):
+                flag(f.name, value)
         if self.final_norm is not None and not isinstance(self.final_norm, bool):
             raise TypeError(f"final_norm is {self.final_norm!r}, expected True, False or None")
         head_widths(self.d_model, self.num_heads, self.d_k, self.d_v)

@@ -39,6 +39,7 @@ SIZES = [(0, ValueError), (-1, ValueError), (2.0, TypeError), (None, TypeError),
 NUMBERS = [(-0.1, ValueError), (math.nan, ValueError), (math.inf, ValueError), (True, TypeError),
            (10**400, ValueError), (None, TypeError), (np.bool_(False), TypeError), *WRONG_TYPES]
 FRACTIONS = [(1.5, ValueError), *NUMBERS]
+NOT_FLAGS = [(1, TypeError), ("yes", TypeError), (None, TypeError), (0.0, TypeError)]
 WORDS = [("bogus", ANY), (None, ANY), (1, ANY), (b"pre", ANY), (["pre"], ANY), ("", ANY),
          (np.array(["pre", "post"]), ANY)]  # fmt: skip
 GENERATORS = [(0, TypeError), (True, TypeError), ("rng", TypeError),
@@ -210,7 +211,7 @@ class Source:
             self.option(name, value, SIZES)
 
     def flag(self, name):
-        return self.option(name, self.pick(True, False))
+        return self.option(name, self.pick(True, False), NOT_FLAGS)
 
     def make(self, rng=True):
         """The constructor's dtype and rng, which all layers with parameters take."""

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import reference as ref
-from hostile import FRACTIONS, NO_ARRAYS, NUMBERS, SIZES, WORDS, fuzz, without
+from hostile import FRACTIONS, NO_ARRAYS, NOT_FLAGS, NUMBERS, SIZES, WORDS, fuzz, without
 
 from npdecoder import (
     Decoder,
@@ -20,8 +20,6 @@ from npdecoder import (
     Transformer,
     TransformerConfig,
 )
-
-NOT_FLAGS = [(1, TypeError), ("yes", TypeError), (None, TypeError), (0.0, TypeError)]
 
 
 def draw_widths(s, multiple=1):
@@ -60,7 +58,7 @@ def draw_stack_options(s):
     sizes = draw_layer_options(s)
     num_layers = s.size(1, 2)
     s.sizes(num_layers=num_layers)
-    s.option("final_norm", s.pick(None, True, False))
+    s.option("final_norm", s.pick(None, True, False), without(NOT_FLAGS, None))
     s.spoil("layers", [(2, TypeError)], "make")  # no such option
     return sizes, num_layers
 
