@@ -360,5 +360,5 @@ def test_a_flag_is_true_or_false(value):
 
 @pytest.mark.parametrize("value", [1, 0, "no", "", None, 1.0, [], np.array([True, False])])
 def test_a_flag_is_nothing_else(value):
-    with pytest.raises(TypeError, match="bias is .*, expected True or False"):
+    with pytest.raises(TypeError, match=r"bias is .*, expected True or False"):
         flag("bias", value)
