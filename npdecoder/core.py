@@ -36,7 +36,8 @@ class Parameter:
     value: the array of the weight, a copy of what the constructor was given.
     grad:  dLoss/dvalue, of the same shape and dtype; zeros, allocated when it is first read.
 
-    Neither array is ever rebound (but by astype): assigning copies into place, so views stay true.
+    Neither array is ever rebound (but by astype, and while nobody holds it or a view of it):
+    assigning copies into place, so views stay true.
     Both `p.value -= lr * p.grad` and `p.grad += dW` work in place.
     add_product(a, b) is `p.grad += a @ b`, without the product's own array where it is the first,
     and add_sum(rows) is `p.grad += rows.sum(axis=0)`.
@@ -136,7 +137,7 @@ class Parameter:
 
     def move_value(self, array: Array) -> None:
         """Let this array take the place of value, if nothing else holds that: nobody can tell."""
-        if self._value_references() == ALONE:
+        if self._value_references() == ALONE and _may_move(self._value):
             array[...] = self._value
             self._value = array
 
@@ -144,7 +145,7 @@ class Parameter:
         """The same with grad."""
         if self._grad is None:
             self._grad, self._grad_is_old = array, True
-        elif sys.getrefcount(self._grad) == ALONE:
+        elif sys.getrefcount(self._grad) == ALONE and _may_move(self._grad):
             array[...] = self._grad
             self._grad = array
 
@@ -170,8 +171,13 @@ class Parameter:
         return f"Parameter(shape={self.shape}, dtype={self.dtype})"
 
 
-# of a value that nothing but its Parameter holds
+# references to an array that nothing but its Parameter holds
 ALONE = Parameter.of_arrays(np.zeros(1), np.zeros(1))._value_references()
+
+
+def _may_move(array: Array) -> bool:
+    """Not what is read-only; nor a part of an array: a view of that holds on to the whole."""
+    return array.flags.writeable and not isinstance(array.base, np.ndarray)
 
 
 def _copy_into(array: Array, name: str, new: ArrayLike) -> None:
@@ -530,9 +536,10 @@ def num_cores() -> int:
 
 def flat_blocks(size: int, *arrays: Array) -> Iterable[tuple[Array, ...]]:
     """Pieces of at most `size` numbers of contiguous arrays of one shape, as views."""
+    # flat, for before NumPy 2 a single float32 number times a Python float is a float64
+    flat = tuple(array.reshape(-1) for array in arrays)
     if arrays[0].size <= size:
-        return (arrays,)
-    flat = [array.reshape(-1) for array in arrays]
+        return (flat,)
     return zip(*([x[start : start + size] for start in range(0, x.size, size)] for x in flat))
 
 

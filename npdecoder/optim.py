@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -85,7 +84,7 @@ class Optimizer:
             raise ValueError("a Parameter is in two groups, expected each in one")
         self._flat = [
             _Flat(group, self.new_state)
-            if type(self).update in (SGD.update, Adam.update) and _fits_flat(group.parameters)
+            if (type(self).update, type(self).new_state) in FLAT_RULES and _fits_flat(group)
             else None
             for group in self.groups
         ]
@@ -138,15 +137,15 @@ class Optimizer:
         """One update of every parameter, from its .grad, which stays as it is."""
         self.steps += 1
         states = iter(self._current_states())
-        for group, flat in zip(self.groups, self._flat):
+        updates: list[tuple[Parameter, dict[str, Array], dict[str, float], float]] = []
+        for group, flat in zip(self.groups, self._flat, strict=True):
             of_group = list(islice(states, len(group.parameters)))
+            pairs = list(zip(group.parameters, of_group))
             if flat is not None and flat.holds(group.parameters):
-                group, of_group = group._replace(parameters=(flat.whole,)), [flat.state]
-            for_each(group.parameters, partial(self._update_one, group, of_group))
-
-    def _update_one(self, group: Group, states: list[dict[str, Array]], n: int) -> None:
-        lr = self.lr * group.lr_scale
-        self.update(group.parameters[n], states[n], group.options, lr)
+                pairs = [(flat.whole, flat.state)]
+            lr = self.lr * group.lr_scale
+            updates += [(parameter, state, group.options, lr) for parameter, state in pairs]
+        for_each([update[0] for update in updates], lambda n: self.update(*updates[n]))
 
     def new_state(self, parameter: Parameter, options: Mapping[str, float]) -> dict[str, Array]:
         """The arrays by name, in the parameter's dtype, that update will get as its state."""
@@ -164,6 +163,7 @@ class Optimizer:
     ) -> None:
         """Update parameter.value and the arrays of state in place; large models by several threads.
 
+        The parameter may be one of all numbers of a group, where SGD and Adam are as they are here.
         options and lr are Python floats, which leave float32 computations in float32.
         self.steps counts this update: it is 1 in the first.
         """
@@ -252,6 +252,7 @@ class _Flat:
     """
 
     def __init__(self, group: Group, new_state: Callable[..., dict[str, Array]]) -> None:
+        self.parameters = group.parameters
         size = sum(parameter.size for parameter in group.parameters)
         dtype = group.parameters[0].dtype
         # No arrays: a view of a part then holds on to the part, which is not moved again.
@@ -277,17 +278,21 @@ class _Flat:
             yield np.ndarray(parameter.shape, parameter.dtype, whole, start)
             start += parameter.value.nbytes
 
-    def holds(self, parameters: Iterable[Parameter]) -> bool:
-        """Whether all are there still: some never moved, or have moved on."""
+    def holds(self, parameters: tuple[Parameter, ...]) -> bool:
+        """False if one never moved, or has moved on, or if they are no longer all of the group."""
+        if parameters != self.parameters:
+            return False
         for parameter in parameters:
             if parameter.value.base is not self.values or parameter.grad.base is not self.grads:
+                return False
+            if not parameter.value.flags.writeable:
                 return False
         return True
 
 
-def _fits_flat(parameters: Sequence[Parameter]) -> bool:
-    one_dtype = len({parameter.dtype for parameter in parameters}) == 1
-    return one_dtype and sum(parameter.size for parameter in parameters) <= FLAT
+def _fits_flat(group: Group) -> bool:
+    one_dtype = len({parameter.dtype for parameter in group.parameters}) == 1
+    return one_dtype and sum(parameter.size for parameter in group.parameters) <= FLAT
 
 
 class SGD(Optimizer):
@@ -437,6 +442,10 @@ class AdamW(Adam):
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__(parameters, lr, betas, eps, weight_decay)
+
+
+# that treat each number by itself, so that all numbers of a group may be one Parameter
+FLAT_RULES = ((SGD.update, SGD.new_state), (Adam.update, Adam.new_state))
 
 
 def decay_groups(parameters: Iterable[Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -600,7 +609,8 @@ def _norm(arrays: list[Array]) -> float:
             float(np.dot(x, x))  # of so few numbers in one thread: those of BLAS spin afterwards
             for array in arrays
             for (block,) in flat_blocks(8192, array)
-            for x in (block.astype(np.float64, copy=False).reshape(-1),)
+            # a copy: of float64 too, since some BLAS sums by where in memory an array begins
+            for x in (block.astype(np.float64).reshape(-1),)
         )
     if 1e-200 < total < 1e200:
         return math.sqrt(total)

@@ -1,4 +1,4 @@
-"""Sums and products as NumPy computes them quickest; each function says what it equals.
+"""Sums and products as NumPy computes them quickest, each function says what it equals; and `over`.
 
 NumPy reduces short rows one by one, at some 50 ns each; a product with ones goes through BLAS.
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 from npdecoder.core import Array, filled
 
-MANY = 5000  # numbers of which such a layout pays
+MANY = 5000  # numbers from which on copies and layouts for BLAS pay
 
 
 def sum_last(x: Array) -> Array:
@@ -40,13 +40,13 @@ def matmul_rows(x: Array, W: Array) -> Array:
     return x.reshape(math.prod(outer), n).dot(W).reshape(*outer, W.shape[1])
 
 
-def over(x: Array) -> Array | None:
+def over(x: Array) -> Array:
     """Where to put (out=) what takes the place of x, which is not read again: in x itself.
 
-    It stays in the cache and takes no memory of its own. None, for an array of its own, while a
-    Trace or a debugger looks on (sys.setprofile, sys.settrace): then every name keeps its numbers.
+    It stays in the cache and takes no memory of its own. An array like x while a Trace looks on
+    (sys.setprofile), or a debugger that works by sys.settrace: then every name keeps its numbers.
     """
-    return x if sys.getprofile() is None and sys.gettrace() is None else None
+    return x if sys.getprofile() is None and sys.gettrace() is None else np.empty_like(x)
 
 
 def transposed(x: Array) -> Array:
