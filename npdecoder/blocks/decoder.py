@@ -288,6 +288,7 @@ class Decoder(Layer):
     ) -> None:
         rng = construction_rng(rng)
         one_of("cross_attention", cross_attention, CROSS_ATTENTION)
+        attention_bias = flag("attention_bias", attention_bias)
         options |= {"norm": norm, "norm_bias": norm_bias, "norm_eps": norm_eps, "dtype": dtype}
         options |= {"d_k": d_k, "d_v": d_v, "attention_bias": attention_bias}
         self.memory_projection: MemoryProjection | None = None

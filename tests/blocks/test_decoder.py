@@ -435,3 +435,11 @@ def test_dy_is_checked():
         for shape in (2, 3, 5), (1, 3, 6), (2, 1, 6), (3, 6), ():
             with pytest.raises(ValueError, match=r"dy has shape"):
                 block.backward(ctx, np.zeros(shape))
+
+
+@pytest.mark.parametrize("option", ["norm_bias", "attention_bias", "feed_forward_bias"])
+@pytest.mark.parametrize("cross", ["per_layer", "shared", "none"])
+def test_an_option_that_is_neither_true_nor_false_is_named(cross, option):
+    for make in lambda **o: Decoder(1, 4, 2, **o), lambda **o: DecoderLayer(4, 2, **o):
+        with pytest.raises(TypeError, match=f"^{option} is 1, expected True or False"):
+            make(cross_attention=cross, **{option: 1})
