@@ -95,7 +95,7 @@ def test_a_mask_of_many_scores_is_np_where(odd, dtype, place):
     S[1, 2, 3, 4] = odd
     mask[1, 0, 3, 4] = place == "seen"
     assert S.size > attention.MANY
-    masked = attention.apply_mask(S, mask)
+    masked = attention.apply_mask(S.copy(), mask)
     assert masked.dtype == dtype
     assert_equal(masked, np.where(mask, S, -INF))
 
@@ -143,7 +143,8 @@ def test_products_of_heads(batch, monkeypatch):
     assert_close(matmul_heads(x, y), x @ y, 1e-14)
     assert_equal(transposed(x), x.swapaxes(-1, -2))
     if len(batch) == 2:
-        product = matmul_heads(x, y)
+        product = matmul_heads(x.astype(np.float32), y.astype(np.float32))
+        assert product.dtype == np.float32
         assert np.shares_memory(merge_heads(product), product)
 
 
@@ -414,6 +415,26 @@ def test_a_group_may_lose_parameters():
     optimizer.groups.append(optimizer.groups[0])
     with pytest.raises(ValueError, match="zip"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("flat", [200, -1])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_groups_of_small_parameters_are_updated_by_their_own_lr(name, flat, monkeypatch):
+    monkeypatch.setattr("npdecoder.optim.FLAT", flat)
+    make, plain = OPTIMIZERS[name]
+    parameters = small_parameters()
+    expected = [plain(p.value, p.grad, 1) for p in parameters]
+    for p, new in zip(parameters[2:], expected[2:]):
+        new += 0.5 * (new - p.value)  # 1.5 times the step
+    make([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.15}]).step()
+    assert_close([p.value for p in parameters], expected, 1e-13)
+
+
+def test_a_place_for_a_gradient_that_is_not_there_yet_is_read_as_zeros():
+    parameter, place = Parameter(np.ones(3)), np.full(3, 7.0)
+    parameter.move_grad(place)
+    assert_equal(parameter.grad, np.zeros(3))
+    assert parameter.grad is place
 
 
 class Normalised(SGD):

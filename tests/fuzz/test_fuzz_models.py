@@ -193,7 +193,9 @@ def test_encoder(s):
 def draw_decoder_inputs(s, crossing, d_model, h):
     """x, memory and their masks, rng and dy -> B and S."""
     B, T, S = draw_sizes(s)
-    s.floats("x", (B, T, d_model), rank=3, batch=B if crossing else None)
+    # of two batches that differ either may be named
+    s.floats("x", (B, T, d_model), rank=3, batch=B if crossing else None,
+             words="x|memory|target_mask" if crossing else None)  # fmt: skip
     s.mask("target_mask", B, h, T, T)
     if crossing:
         s.mask("memory_mask", B, h, T, S)

@@ -503,6 +503,13 @@ KINDS["checkpoint field dropped"] = [
 KINDS["what only saves time or memory"] = [
     Mutant("scores are overwritten though a Trace looks on", "sums.py",
            "sys.getprofile() is None and ", "", FAST),
+    Mutant("many scores: what is seen is moved by one", "layers/attention.py",
+           "S.dtype.type(0)", "S.dtype.type(1)", FAST),
+    Mutant("the first group takes the states of all", "optim.py",
+           "islice(states, len(group.parameters))", "islice(states, None)", FAST),
+    Mutant("a new place for a gradient is read as it was", "core.py",
+           "self._grad, self._grad_is_old = array, True", "self._grad, self._grad_is_old = array, False",
+           FAST),
     Mutant("small parameters: one that has moved on is taken for one in its place", "optim.py",
            "parameter.value.base is not self.values or", "False and", FAST),
     Mutant("small parameters: a gradient in another place is not seen", "optim.py",
