@@ -103,9 +103,7 @@ def check_writable(path: PathLike) -> None:
     """Raise the error that save_weights(path) would, before the work is done."""
     if _suffix(path) == ".safetensors":
         _safetensors()
-    if Path(path).exists() and not Path(path).is_dir() and not Path(path).is_file():
-        raise OSError(errno.EINVAL, "is no ordinary file", str(path))
-    _refuse_folders(path)
+    _refuse_what_is_no_file(path)
     with tempfile.TemporaryFile(dir=_resolved(path).parent):
         pass
 
@@ -222,7 +220,7 @@ def _suffix(path: PathLike) -> str:
 @contextmanager
 def replacing(path: PathLike) -> Iterator[IO[bytes]]:
     """A file to write that takes the place of path when it is complete."""
-    _refuse_folders(path)
+    _refuse_what_is_no_file(path)
     path = _resolved(path)  # through a link, to the file it names: the link stays one
     # its own, so that leftovers of this path are known, and short: a name may be as long as it can
     start = f".npdecoder-{zlib.crc32(os.fsencode(path.name)):08x}-"
@@ -275,9 +273,11 @@ def _remove_if_abandoned(path: Path) -> None:
         path.unlink()
 
 
-def _refuse_folders(path: PathLike) -> None:
+def _refuse_what_is_no_file(path: PathLike) -> None:
     if Path(path).is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
+    if Path(path).exists() and not Path(path).is_file():  # a device would be gone
+        raise OSError(errno.EINVAL, "is no ordinary file", str(path))
     folder = _resolved(path).parent
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "no such folder", str(folder))

@@ -920,6 +920,15 @@ def test_a_file_with_a_wrong_array(npz: Path, whole: Any, name: str, value: Any)
     refused(npz)
 
 
+def test_a_gradient_of_no_parameter(npz: Path, whole: Any) -> None:
+    """Also where the file's own list of gradients has it."""
+    arrays, meta = whole
+    changed = copy.deepcopy(meta)
+    changed["model"]["gradients"].append("output.c")
+    write(npz, {**arrays, "grad.output.c": np.ones(11, np.float32)}, changed)
+    refused(npz, r"unexpected gradients output\.c$")
+
+
 @pytest.mark.parametrize(
     "raw",
     [b"", b"null", b"3", b"[]", b"{}", b"not JSON", b"\xff\xfe\x00", b"[" * 100_000, b'{"a":' * 999,

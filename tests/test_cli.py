@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import contextlib
+import importlib
 import io
 import itertools
 import math
@@ -40,14 +41,16 @@ from npdecoder.checkpoint import load_checkpoint, save_checkpoint
 from npdecoder.files import save_weights
 from npdecoder.layers import Linear
 from npdecoder.optim import AdamW, cosine_schedule
+from npdecoder.page import page
 from npdecoder.text import Characters, Vocabulary, read_pairs, split_pairs, tokenize
+from npdecoder.traced import sentence_pair, translated, worked_example
 from npdecoder.translator import Translator
 
 ROOT = Path(__file__).parents[1]
 RUN = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
 RUN += "from npdecoder.cli import main; sys.exit(main())"  # what the console script does
 PATIENCE = 600  # seconds, for a machine that is busy with other things
-COMMANDS = ["demo", "train", "train-lm", "translate", "generate", "gradcheck"]
+COMMANDS = ["demo", "train", "train-lm", "translate", "generate", "gradcheck", "trace", "exercise"]
 SMALL = ["--d-model", "8", "--num-heads", "2", "--num-layers", "1", "--steps", "20"]
 SMALL += ["--batch-size", "4", "--warmup", "5"]
 TRAININGS = {  # without --out
@@ -655,6 +658,13 @@ def test_the_module_is_the_command(model: Path, tmp_path: Path) -> None:
         assert as_module == command(tmp_path, *args)
 
 
+def test_importing_the_module_runs_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pydoc, or a process of multiprocessing on Windows, does."""
+    monkeypatch.setattr(cli, "main", lambda: pytest.fail("a command was run"))
+    monkeypatch.delitem(sys.modules, "npdecoder.__main__", raising=False)
+    importlib.import_module("npdecoder.__main__")
+
+
 # Generate
 
 
@@ -766,6 +776,67 @@ def test_a_text_that_nobody_reads_to_its_end(tmp_path: Path, lm: Path, end: str)
             ended = result.code, result.err.encode()
     assert (found, going_on) == (expected, True)
     assert ended == {"closed": (0, b""), "Ctrl-C": (130, b"npdecoder: stopped\n")}[end]
+
+
+# Trace
+
+
+def test_trace_of_the_worked_example() -> None:
+    traced = worked_example()
+    assert call("trace") == (0, f"{traced.trace}\n", "")
+    assert call("trace", "--ids", "2,5,3", "7 4 6").out == f"{traced.trace}\n"
+    other = worked_example(([2, 5], [7, 4]))
+    assert call("trace", "--ids", "2, 5", "7,4") == (0, f"{other.trace}\n", "")
+
+
+def test_trace_of_ones_own_sentences(model: Path) -> None:
+    """By a new model of their words, or by a trained one."""
+    texts = "I drink tea", "我 喝"
+    tables = [sentence_pair(*texts).trace, sentence_pair(*texts, seed=3).trace,
+              translated(Translator.load(model), *texts).trace]  # fmt: skip
+    assert len({*map(str, tables)}) == 3
+    for table, options in zip(tables, ([], ["--seed", "3"], ["--model", model])):
+        assert call("trace", *texts, *options) == (0, f"{table}\n", "")
+
+
+def test_trace_writes_a_page_and_the_arrays(folder: Path) -> None:
+    traced = worked_example()
+    result = call("trace", "--html", "page.html", "--npz", "t.npz")
+    assert (result.code, result.err) == (0, "")
+    assert result.lines() == [
+        "saved: t.npz", f"{len(traced.trace)} steps, loss {traced.loss:.4f}",
+        "saved: page.html  (open it in a browser)",
+    ]  # fmt: skip
+    assert made(folder) == ["page.html", "t.npz"]
+    traced.trace.save("expected.npz")
+    assert Path("t.npz").read_bytes() == Path("expected.npz").read_bytes()
+    title = f"{traced.title} · npdecoder"
+    expected = page(traced.trace, traced.tokens, title)
+    assert Path("page.html").read_text("utf-8") == expected
+    assert f"<title>{title}</title>" in expected
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (["one sentence"], "give two sentences, or none"),
+        (["--model", "m.npz"], "the two sentences"),
+        (["--ids"], "the two sentences"),
+        (["--ids", "2,5", "7,4", "--model", "m.npz"], "worked example's model"),
+        (["--ids", "2;5", "7,4"], "'2;5' is no list of ids"),
+        (["--ids", "2,5", ""], "target is empty"),
+        (["--ids", "2,10", "7,4"], "source[1] is 10"),
+        (["a", " "], "no words"),
+        (["a", "b", "--model", "none.npz"], "none.npz"),
+        (["--npz", "t.txt"], "t.txt"),
+        (["--html", "none/page.html"], "none: no such folder"),
+    ],
+)
+def test_what_trace_refuses(folder: Path, args: list[str], part: str) -> None:
+    result = call("trace", *args)
+    assert_one_line_error(result, part)
+    assert result.out == ""
+    assert made(folder) == []
 
 
 # Streams that are closed, full or interrupted
@@ -1187,9 +1258,13 @@ def stopped(monkeypatch: pytest.MonkeyPatch, at: int, signum: int, *args: Any) -
             signal.raise_signal(signum)
         return train_step(model, criterion, optimizer, *rest, **options)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(training, "train_step", step)
-        return call(*args)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as & leaves it ignored
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(training, "train_step", step)
+            return call(*args)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 FULL = ["--dropout", "0.2", "--accumulate", "3", "--save-every", "6", "--validate-every", "4"]

@@ -1,4 +1,5 @@
 import copy
+import os
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npdecoder import Decoder, Embedding, FeedForward, Layer, Linear, Parameter, ReLU, Unembedding
-from npdecoder.core import add_rows, flag
+from npdecoder.core import add_rows, flag, num_cores
 
 # Parameter
 
@@ -362,3 +363,13 @@ def test_a_flag_is_true_or_false(value):
 def test_a_flag_is_nothing_else(value):
     with pytest.raises(TypeError, match=r"bias is .*, expected True or False"):
         flag("bias", value)
+
+
+def test_cores_are_those_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 6}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert num_cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS and Windows
+    assert num_cores() == 8
+    monkeypatch.setattr(os, "cpu_count", lambda: None)  # where nobody knows
+    assert num_cores() == 1

@@ -592,6 +592,45 @@ def test_a_system_without_fcntl(old: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert others(old) == []
 
 
+def test_without_fcntl_another_writer_is_left_alone(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can tell there whether it lives."""
+    monkeypatch.setattr(files, "fcntl", None)
+    before = old.read_bytes()
+    with files.replacing(old) as file:
+        names = others(old)
+        save_weights(old, NEW)
+        load_and_compare(old, NEW)
+        assert len(names) == 1
+        assert others(old) == names
+        file.write(before)
+    load_and_compare(old, OLD)
+    assert others(old) == []
+
+
+WITHOUT_FCNTL = """
+import sys
+sys.modules["fcntl"] = None
+import numpy as np
+from npdecoder import Linear, load_weights, save_weights
+from npdecoder.replicas import Replicas, forward_backward
+layer = Linear(2, 3, rng=0, dtype=np.float64)
+with Replicas(layer) as replicas:
+    (dx,) = replicas.run(forward_backward, [((np.ones((1, 2)),), {}, np.ones((1, 3)))])
+save_weights("w.npz", {**layer.state_dict(), "dx": dx})
+assert (load_weights("w.npz")["dx"] == layer.W.value.sum(axis=1)).all()
+"""
+
+
+def test_the_package_is_imported_where_there_is_no_fcntl(tmp_path: Path) -> None:
+    """As on Windows: a training in one process, and its file."""
+    path = os.pathsep.join([str(Path(files.__file__).parents[1]), *sys.path])
+    subprocess.run([sys.executable, "-c", WITHOUT_FCNTL], cwd=tmp_path, check=True, timeout=60,
+                   env={**os.environ, "PYTHONPATH": path})  # fmt: skip
+    assert os.listdir(tmp_path) == ["w.npz"]
+
+
 def test_a_folder_that_may_not_be_listed(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What killed writers left cannot be found there, but the save is done."""
 
@@ -878,6 +917,20 @@ def test_what_cannot_be_written_is_known_beforehand(tmp_path: Path, kind: str) -
         assert kind == "name nearly too long"
         check_writable(path)
         load_and_compare(path, OLD)
+
+
+@posix
+@pytest.mark.parametrize("refuse", [check_writable, lambda path: save_weights(path, NEW)])
+def test_a_file_that_is_no_ordinary_one_is_not_replaced(
+    tmp_path: Path, refuse: Callable[[Path], None]
+) -> None:
+    """What it is for, a pipe or a device, would be gone."""
+    path = tmp_path / "w.npz"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match=r"is no ordinary file.*w\.npz"):
+        refuse(path)
+    assert stat.S_ISFIFO(path.stat().st_mode)
+    assert os.listdir(tmp_path) == ["w.npz"]
 
 
 def test_check_writable_leaves_nothing_and_changes_nothing(old: Path) -> None:

@@ -528,6 +528,15 @@ def test_relu_of_zeros_passes(seed):
     assert_passes(ReLU(), np.zeros((9, 9)), seed=seed)
 
 
+@pytest.mark.parametrize("constant", [3e3, 7e3, 12e3])
+def test_kink_beside_a_large_constant_passes(constant):
+    """Rounding hides the slope of small steps and the kink that of large ones; one side has it."""
+    layer = Function(lambda x: np.maximum(x, 0) + constant, lambda x, dy: (x > 0) * dy)
+    at = np.array([1.7e-7])
+    assert assert_passes(layer, at).rows[0].note == ""
+    assert_fails(Function(layer.f, lambda x, dy: 1.01 * (x > 0) * dy), at)
+
+
 def test_any_number_of_kinks_passes():
     assert_passes(ReLU(), np.zeros((40, 50)))
 
@@ -655,6 +664,12 @@ def test_wrong_number_of_gradients_is_refused():
     add = Function(lambda a: a + 1, lambda a, dy: (dy, dy))
     with pytest.raises(ValueError, match="2 gradients for 1 float inputs"):
         gradcheck(add, normal(3))
+
+
+def test_generator_by_position_is_refused():
+    """It could not start from the same state at each call."""
+    with pytest.raises(TypeError, match=r"Generator was given by position: pass rng= by keyword"):
+        gradcheck(Dropout(0.5), normal(3), np.random.default_rng(0))
 
 
 class OwnDropout(Layer):

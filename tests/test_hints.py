@@ -26,6 +26,8 @@ from planted import (
 from npdecoder import EncoderLayer, Layer, Linear, Parameter, gradcheck
 from npdecoder.core import find_parameters
 from npdecoder.gradcheck_all import CASES, Draw
+from npdecoder.hints import Facts, Tensor, find_hints
+from npdecoder.hints.facts import Flow, explained
 
 SEEDS = range(3)
 WIDE = {"dtype": np.float64}
@@ -312,7 +314,7 @@ class RaisesLater(Own):
         self.calls += 1
         if self.calls > 2:
             raise ValueError("a third time")
-        return super().backward(x, dy)
+        return super().backward(x, dy) + x  # which no tensor explains by itself
 
 
 ODD = [
@@ -341,6 +343,172 @@ def test_odd_layers_do_no_harm(make, keywords):
     assert not report.ok
     assert all(isinstance(hint, str) and hint for hint in report.hints)
     assert same(before, state(layer))
+
+
+# Layers that not every rule can be asked about
+
+
+class Real(Layer):
+    """Where ids are none of padding: nothing that differences could move."""
+
+    def forward(self, ids):
+        return (np.asarray(ids) != 0)[..., None] * 1.0, None
+
+    def backward(self, ctx, dy):
+        return None
+
+
+class WrongLinear(Linear):
+    def backward(self, ctx, dy):
+        return super().backward(ctx, dy) + 0.1 * dy.sum()
+
+
+class Masked(Layer):
+    def __init__(self):
+        self.linear, self.real = WrongLinear(5, 4, rng=0, **WIDE), Real()
+
+    def forward(self, ids, x):
+        y, ctx = self.linear.forward(x)
+        keep, _ = self.real.forward(ids)
+        return y * keep, (keep, ctx)
+
+    def backward(self, ctx, dy):
+        return self.linear.backward(ctx[1], dy * ctx[0])
+
+
+def test_a_part_that_cannot_be_checked_by_itself_is_passed_over():
+    report = gradcheck(Masked(), np.array([[1, 2, 0], [3, 0, 0]]), X)
+    assert report.hints == ["in a part: linear is wrong by itself"]
+
+
+class Mean(Layer):
+    """Its output is a number, no array."""
+
+    def forward(self, x):
+        return float(x.mean()), x.shape
+
+    def backward(self, shape, dy):
+        return np.full(shape, dy / np.prod(shape))
+
+
+class TimesItsMean(Layer):
+    def __init__(self):
+        self.mean, self.linear = Mean(), Linear(5, 4, rng=0, **WIDE)
+
+    def forward(self, x):
+        m, mean = self.mean.forward(x)
+        y, linear = self.linear.forward(x)
+        return y * m, (m, mean, y, linear)
+
+    def backward(self, ctx, dy):
+        m, mean, y, linear = ctx
+        dx = self.mean.backward(mean, float((dy * y).sum()))
+        return dx + self.linear.backward(linear, dy * m - 0.5)  # a mistake
+
+
+def test_a_part_that_returns_a_number_is_passed_over():
+    report = gradcheck(TimesItsMean(), X)
+    assert report.hints == ["wiring: the first wrong gradient is in the gradient that reaches "
+                            "linear"]
+
+
+class Standardised:
+    """LayerNorm without gamma and beta; wrong(rstd, x_hat, dy, mean) is what backward returns."""
+
+    def __init__(self, wrong):
+        self.wrong = wrong
+
+    def forward(self, x):
+        centred = x - self.mean(x)
+        rstd = 1.0 / np.sqrt(self.mean(centred**2) + 1e-5)
+        return centred * rstd, (rstd, centred * rstd)
+
+    def backward(self, ctx, dy):
+        return self.wrong(*ctx, dy, self.mean)
+
+    @staticmethod
+    def mean(x):
+        return x.mean(axis=-1, keepdims=True)
+
+
+def beside_the_terms(rstd, x_hat, dy, mean):
+    """The term of mean(dy x_hat) is missing, but something that is no such term is there."""
+    terms = [rstd * dy, rstd * mean(dy), rstd * x_hat * mean(dy * x_hat)]
+    basis = np.stack([np.broadcast_to(term, dy.shape).ravel() for term in terms], axis=1)
+    other = np.cos(x_hat).ravel()
+    other -= basis @ np.linalg.lstsq(basis, other, rcond=None)[0]
+    return terms[0] - terms[1] + other.reshape(dy.shape)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        (lambda rstd, x_hat, dy, mean: rstd * (dy - mean(dy)),
+         "term missing: dx lacks the term of mean(dy gamma x_hat) (x)"),
+        (lambda rstd, x_hat, dy, mean: rstd * (dy - 5 * mean(dy) - x_hat * mean(dy * x_hat)),
+         "sum where mean was taken: dx has 5 = d times the term of mean(dy gamma) (x)"),
+        (beside_the_terms, None),
+    ],
+)  # fmt: skip
+def test_terms_of_a_layer_norm_without_gamma(wrong, hint):
+    report = gradcheck(Standardised(wrong), X)
+    assert not report.ok
+    assert report.hints == ([hint] if hint else [])
+
+
+class WrongBetween(TiedPair):
+    def backward(self, ctx, dy):
+        dx = self.output.backward(ctx[1], dy) * (1 - ctx[1].x)  # for 1 - x ** 2
+        return self.embedding.backward(ctx[0], dx)
+
+
+class WrongOutput(TiedPair):
+    def backward(self, ctx, dy):
+        self.embedding.W.grad += np.cos(self.embedding.W.value)
+        return super().backward(ctx, dy)
+
+
+@pytest.mark.parametrize(
+    ("cls", "ids"),
+    [(WrongBetween, [[4, 1, 3], [0, 2, 4]]), (WrongOutput, [[4, 1, 3], [0, 2, 4]]),
+     (WrongOutput, [[4, 1], [1, 4]])],
+    ids=["all rows read", "all rows read, and a wrong output", "some rows read"],
+)  # fmt: skip
+def test_a_tied_table_that_lacks_no_use_is_not_said_to(cls, ids):
+    report = gradcheck(randomise(cls(5, 3), np.random.default_rng(0)), np.array(ids))
+    assert [row.name for row in report.rows if not row.ok] == ["embedding.W"]
+    assert not any("tied" in hint for hint in report.hints), report.hints
+
+
+def test_nothing_is_explained_where_nothing_is_missing_or_no_number():
+    """A gradient of zeros would explain it, but what is there to explain?"""
+    flows = [Flow("dy", np.zeros(3), True), Flow("dx", np.array([1.0, np.inf, 1.0]), False)]
+    assert explained(np.zeros(3), flows) is None
+    assert explained(np.array([1.0, np.inf, 1.0]), flows) is None
+    assert explained(np.ones(3), [*flows, Flow("dz", np.ones(3), False)]).startswith("left out")
+
+
+def test_there_is_no_hint_where_nothing_failed():
+    report = gradcheck(Linear(5, 4, rng=0, **WIDE), X)
+    right = [Tensor(row.name, X, X, True, True, True, 0) for row in report.rows]
+    facts = Facts(Linear(5, 4, **WIDE), (X,), {}, right, [X], [X], lambda dy: {}, {})
+    assert find_hints(facts, gradcheck) == []
+
+
+class WrongTheSecondTime(Layer):
+    def forward(self, x):
+        return x**3, (x, [])
+
+    def backward(self, ctx, dy):
+        x, calls = ctx
+        calls.append(dy)
+        return len(calls) * 3 * x**2 * dy
+
+
+def test_a_second_backward_that_is_wrong_is_no_factor_of_the_first():
+    report = gradcheck(WrongTheSecondTime(), X)
+    assert not report.ok
+    assert report.hints == []
 
 
 class Interrupted(Exception):

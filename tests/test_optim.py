@@ -746,6 +746,14 @@ def test_what_is_no_parameter(wrong: Any) -> None:
             clip_grad_norm(wrong, 1.0)
 
 
+@pytest.mark.parametrize("make", [SGD, Adam, AdamW])
+def test_one_parameter_needs_no_list(make: Any) -> None:
+    alone, listed = one(1.0, 10.0), one(1.0, 10.0)
+    for optimizer in make(alone, lr=0.1), make([listed], lr=0.1):
+        optimizer.step()
+    assert alone.value == listed.value < 1.0
+
+
 def test_a_subclass_writes_one_rule() -> None:
     class Lagged(Optimizer):
         """value -= lr * (scale * the gradient of the update before, plus the number of this one)"""
@@ -781,8 +789,15 @@ def test_a_subclass_writes_one_rule() -> None:
 
 
 def test_the_base_class_has_no_rule() -> None:
-    with pytest.raises(NotImplementedError, match="Optimizer"):
+    with pytest.raises(NotImplementedError, match="Optimizer does not define new_state"):
         Optimizer([one()], lr=0.1)
+
+    class Half(Optimizer):
+        def new_state(self, parameter: Parameter, options: Mapping[str, float]) -> dict[str, Array]:
+            return {}
+
+    with pytest.raises(NotImplementedError, match="Half does not define update"):
+        Half([one()], lr=0.1).step()
 
 
 # The state, and resuming

@@ -16,7 +16,7 @@ import pytest
 import npdecoder.blocks
 import npdecoder.layers
 from npdecoder import Layer, LayerNorm, Trace
-from npdecoder.page import Tokens, page, write_page
+from npdecoder.page import Tokens, build, page, write_page
 from npdecoder.page.diagram import diagram
 from npdecoder.page.formulas import FORMULAS, math
 from npdecoder.traced import LARGEST, sentence_pair, translated, worked_example
@@ -272,6 +272,68 @@ def test_of_a_layer_by_itself_no_parts_are_drawn_that_it_does_not_have() -> None
     traced = worked_example()
     parts = {name: part for name, part in traced.trace.names.items() if "encoder" not in name}
     assert "encoder" not in diagram(parts)
+
+
+def test_the_drawing_has_the_memory_that_all_layers_share() -> None:
+    from npdecoder import Transformer, TransformerConfig
+
+    sizes = {"d_model": 4, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 2}
+    drawings = [
+        diagram(Trace(Transformer(TransformerConfig(6, 6, cross_attention=kind, **sizes))).names)
+        for kind in ("per_layer", "shared")
+    ]
+    boxes = [re.findall(r'data-layer="([^"]*)"', drawing) for drawing in drawings]
+    assert [layer for layer in boxes[1] if layer not in boxes[0]] == ["decoder.memory_projection"]
+    assert "memory K, V" in drawings[1]
+
+
+class Doubled:
+    def forward(self, x: Any) -> Any:
+        y = 2 * x
+        return y, None
+
+    def backward(self, ctx: Any, dy: Any) -> Any:
+        dx = 2 * dy
+        return dx
+
+
+def page_of(layer: Any) -> dict[str, Any]:
+    with Trace(layer) as trace:
+        layer.backward(layer.forward(np.ones((2, 3)))[1], np.ones((2, 3)))
+    return data_of(page(trace, Tokens([], []), "mine"))
+
+
+def test_a_layer_of_ones_own_has_its_lines_but_no_formulas() -> None:
+    data = page_of(Doubled())
+    assert [step["method"] for step in data["steps"]] == ["forward", "backward"]
+    assert data["formulas"] == {}
+    (forward,) = data["sources"]["Doubled.forward"]
+    assert forward["file"] == Path(__file__).name
+    first = inspect.getsourcelines(Doubled.forward)[1]
+    assert forward["lines"] == [
+        [first, "def forward(self, x: Any) -> Any:"], [first + 1, "    y = 2 * x"],
+        [first + 2, "    return y, None"],
+    ]  # fmt: skip
+
+
+def test_a_layer_that_was_typed_at_a_prompt_has_no_lines() -> None:
+    names: dict[str, Any] = {}
+    exec(inspect.getsource(Doubled), {"Any": Any}, names)
+    data = page_of(names["Doubled"]())
+    assert data["sources"]["Doubled.backward"] == [{"file": "", "lines": []}]
+    assert data["numbers"] == page_of(Doubled())["numbers"]
+
+
+def test_a_page_that_is_too_large_at_any_cut_is_one_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(build, "BUDGET", 1)
+    layer = LayerNorm(9, dtype=np.float64)
+    with Trace(layer) as trace:
+        layer(np.arange(90.0).reshape(10, 9))
+    x = entry(data_of(page(trace, Tokens([], []), "mine")), "", "forward", "x")
+    assert (x["shape"], x["shown"], x["cut"]) == ([10, 9], [8, 8], True)
+    assert min(build.LIMITS) == 8
 
 
 def test_rows_and_columns_of_a_source_as_long_as_the_target_have_the_right_words() -> None:

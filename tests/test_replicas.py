@@ -1,6 +1,8 @@
 """A batch shared out among processes: as if it were one, whatever happens to them; and threads."""
 
+import copy
 import gc
+import mmap
 import os
 import pickle
 import shutil
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -386,6 +389,18 @@ def test_what_a_criterion_learns_begins_each_step_with_no_gradient():
     assert_equal(*seen)
 
 
+def test_a_criterion_that_learns_keeps_a_training_in_one_process(monkeypatch):
+    """In the others it would be a copy."""
+    monkeypatch.setattr(training_module, "choose_threads", lambda *args: 2)
+    model, criterion = transformer(), Scaled()
+    optimizer = SGD([*model.parameters(), criterion.factor], 0.1)
+    with pytest.raises(ValueError, match="criterion has parameters of its own: use threads=1"):
+        train(model, criterion, optimizer, iter([reversal(3)]), 1, threads=2)
+    assert criterion.factor.value == 1.0
+    train(model, criterion, optimizer, iter([reversal(3)]), 1)
+    assert criterion.factor.value != 1.0
+
+
 # Models and circumstances in which there are no other processes
 
 
@@ -428,6 +443,22 @@ def test_a_model_that_cannot_be_made_anew_is_a_clear_error(make, monkeypatch):
         Replicas(model, 2)
     gc.collect()
     assert open_files() == before
+
+
+@pytest.mark.parametrize("executable", ["", None])
+def test_where_python_does_not_know_itself_threads_are_refused(executable, monkeypatch):
+    """As where it is embedded in another program."""
+    monkeypatch.setattr(sys, "executable", executable)
+    with pytest.raises(OSError, match="no Python to start another process with: use threads=1"):
+        Replicas(Linear(3, 5), 2)
+
+
+def test_memory_is_a_file_without_a_name_where_there_is_no_other(monkeypatch):
+    """As on macOS."""
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    with Replicas(Linear(3, 5, rng=0, dtype=np.float64), 2) as replicas:
+        one, two = rows(replicas, 1.0, 2.0)
+    assert_equal(two, 2.0 * one)
 
 
 Popen = subprocess.Popen
@@ -549,6 +580,76 @@ def test_a_warning_that_is_an_error_leaves_the_processes_alone(pair, work):
         with pytest.raises(UserWarning, match="one"):
             pair.run(work.warn, [("one",), ("two",)])
     assert len(rows(pair, 1.0, 2.0)) == 2
+
+
+class UnknownThere:
+    """Pickled here; there its module lacks it."""
+
+    def __reduce__(self):
+        return getattr, (npdecoder.Linear, "no_such_attribute")
+
+
+class InThread:
+    """In the place of a process: a thread of this one, with copies of the files."""
+
+    def __init__(self, command, pass_fds, **options):
+        *connections, self.memory = map(os.dup, pass_fds)
+        sys.argv = ["-c", *map(str, (*connections, self.memory)), *command[-2:]]
+        self.thread = threading.Thread(target=replicas_module.serve, daemon=True)
+        self.thread.start()
+
+    def kill(self):
+        """It ends when the connection is closed."""
+
+    def wait(self):
+        self.thread.join()
+        os.close(self.memory)
+
+
+def test_the_other_side(work, monkeypatch):
+    """Each message has one answer, whatever it is, and the end of messages is the end."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(replicas_module.subprocess, "Popen", InThread)
+    monkeypatch.delattr(os, "SCHED_BATCH", raising=False)  # which would be for this process
+    layer = Linear(3, 5, rng=0, dtype=np.float64)
+    places = replicas_module._places(layer.parameters())
+    size, box = replicas_module._size(places), replicas_module.BOX
+    with replicas_module._memory_file() as file:
+        file.truncate(2 * size + 2 * box)
+        memory = mmap.mmap(file.fileno(), 0)
+        gradients = [place.view(memory, size) for place in places]
+        worker = replicas_module._Worker(file.fileno(), memory, size, 2 * size, gradients)
+
+    def answer(*message):
+        worker.send(worker.pickled(message))
+        assert worker.from_there.poll(60)
+        return worker.receive()
+
+    with closing(worker):
+        ids = {id(p): place for p, place in zip(layer.parameters(), places)}
+        assert answer(copy.deepcopy(layer, ids), places) == (None, [])
+        for place, parameter in zip(places, layer.parameters()):
+            place.view(memory, 0)[...] = parameter.value
+        x, dy = np.ones((2, 3)), np.full((2, 5), 3.0)
+        for _ in range(2):  # each run begins without gradients
+            (dx, written), notes = answer(forward_backward, ((x,), {}, dy), np.geterr())
+            assert_close(dx, dy @ layer.W.value.T)
+            assert_equal(gradients, [x.T @ dy, dy.sum(axis=0)])
+            assert (written, notes) == ([True, True], [])
+
+        (result, written), [note] = answer(work.warn, ("look",), np.geterr())
+        assert (result, written, note[:2]) == ("look", [False, False], ("look", UserWarning))
+        error, notes = answer(work.fail, ("key",), np.geterr())
+        assert (type(error), error.args, notes) == (KeyError, ("key",), [])
+        for kind, text in ("odd", "Odd: odd: 1 and 2"), ("function", "a result"):
+            error, notes = answer(work.fail, (kind,), np.geterr())
+            assert type(error) is RuntimeError
+            assert str(error).startswith(f"{text} (not to be pickled: ")
+        error, _ = answer(UnknownThere(), (), np.geterr())
+        assert type(error) is AttributeError
+        assert "no_such_attribute" in str(error)
+        assert worker.process.thread.is_alive()
+    assert not worker.process.thread.is_alive()
 
 
 # The end of the processes

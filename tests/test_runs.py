@@ -249,6 +249,13 @@ def test_every_stored_option_that_is_used_is_needed(
     assert out.read_bytes() == before
 
 
+def test_fewer_steps_than_were_made_are_refused(stopped: tuple[Path, Checkpoint]) -> None:
+    out, checkpoint = stopped
+    assert resumed(out, checkpoint, steps=5).progress.done == 5
+    with pytest.raises(ValueError, match=r"m\.npz .*it has made 5 updates, more than --steps 4"):
+        resumed(out, checkpoint, steps=4)
+
+
 def test_another_text_is_refused(stopped: tuple[Path, Checkpoint]) -> None:
     out, _ = stopped
     for text in (TEXT[:-1], TEXT + ".", TEXT.upper(), ""):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +39,9 @@ def model_of(**options: Any) -> Transformer:
     return randomise(Transformer(config, 0, dtype=np.float64), np.random.default_rng(0))
 
 
-def run(model: Any) -> tuple[Trace, Any, Any]:
+def run(model: Any, cls: type[Trace] = Trace) -> tuple[Trace, Any, Any]:
     criterion = CrossEntropy(ignore_index=0)
-    with Trace(model, criterion=criterion) as trace:
+    with cls(model, criterion=criterion) as trace:
         logits, ctx = model.forward(SOURCE, TARGET)
         _, loss_ctx = criterion.forward(logits, WANTED)
         model.backward(ctx, criterion.backward(loss_ctx))
@@ -208,6 +210,61 @@ def test_a_students_own_layer_is_traced_too() -> None:
     assert {name: float(found[name][0]) for name in ("x", "doubled", "y", "dy", "dx", "da")} == {
         "x": 3.0, "doubled": 6.0, "y": 12.0, "dy": 1.0, "dx": 4.0, "da": 6.0,
     }  # fmt: skip
+
+
+class Elsewhere(Trace):
+    """Each event is worked on in another thread.
+
+    While a profile function runs, debuggers and coverage see nothing; in the other thread they do.
+    """
+
+    def __enter__(self) -> Trace:
+        self.thread = ThreadPoolExecutor(1)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.thread.shutdown()
+
+    def _profile(self, frame: Any, event: str, arg: Any) -> None:
+        self.thread.submit(super()._profile, frame, event, arg).result()
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": "post", "cross_attention": "shared"}])
+def test_all_that_is_recorded_is_in_the_frames(options: dict[str, Any]) -> None:
+    """Whatever thread reads them, the calls are the same."""
+    (trace, *_), (other, *_) = run(model_of(**options)), run(model_of(**options), Elsewhere)
+    assert len(trace) == len(other) > 50
+    for call, same in zip(trace, other):
+        for field in dataclasses.fields(call):
+            found, expected = getattr(same, field.name), getattr(call, field.name)
+            if field.name == "outputs":
+                found, expected = dict(enumerate(found)), dict(enumerate(expected))
+            if isinstance(expected, dict):
+                assert list(found) == list(expected)
+                for name, array in expected.items():
+                    np.testing.assert_array_equal(found[name], array, err_msg=name)
+            else:
+                assert found == expected, field.name
+
+
+@pytest.mark.parametrize("cls", [Trace, Elsewhere])
+def test_a_context_of_one_array_has_no_fields(cls: type[Trace]) -> None:
+    """It is the forward's, under its name there."""
+    class Square:
+        def forward(self, x: Any) -> Any:
+            return x**2, x
+
+        def backward(self, ctx: Any, dy: Any) -> Any:
+            dx = 2.0 * ctx * dy
+            return dx
+
+    layer = Square()
+    with cls(layer) as trace:
+        layer.backward(layer.forward(np.array([3.0]))[1], np.array([5.0]))
+    assert [{name: float(x[0]) for name, x in call.arrays().items()} for call in trace] == [
+        {"x": 3.0, "output": 9.0}, {"dy": 5.0, "dx": 30.0},
+    ]  # fmt: skip
 
 
 def test_an_unknown_name_is_told_the_known_ones() -> None:

@@ -197,6 +197,14 @@ def test_a_batch_without_targets_changes_nothing() -> None:
     assert all(not p.grad.any() for p in model.parameters())
 
 
+def test_a_step_on_no_batch_is_refused() -> None:
+    model = Bigram()
+    before, optimizer = bits(model), SGD(model.parameters(), 0.1, momentum=0.9)
+    with pytest.raises(ValueError, match=r"^batch is an empty list"):
+        train_step(model, criterion(), optimizer, [])
+    assert (bits(model), optimizer.steps) == (before, 0)
+
+
 def test_batches_without_targets_between_others() -> None:
     batch = as_batch(reversal())
     empty = Batch(batch.inputs, np.full_like(batch.targets, PAD))

@@ -1,10 +1,14 @@
 """Find the bug: every bug shows its symptoms, and the same seed is the same bug."""
 
+import copy
 import functools
 import inspect
 
+import numpy as np
 import pytest
+from helpers import assert_close, parameter_gradients
 
+from npdecoder import Dropout, Embedding, LayerNorm, Unembedding
 from npdecoder.exercises import bugs, planted
 from npdecoder.exercises.bugs import BUGS
 
@@ -30,6 +34,35 @@ def test_gradcheck_sees_the_bug_and_passes_the_right_layer(bug):
     assert wrong.hints == []
     assert bug.wrong.__name__ not in str(wrong)
     assert bugs.report(bug, bug.right).ok
+
+
+WIDE = {"dtype": np.float64}
+OF_EQUALS = LayerNorm(5, bias=False, **WIDE)
+OF_EQUALS.gamma.value = np.full(5, 1.7)
+TABLE = Embedding(7, 5, rng=0, **WIDE)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        (planted.GammaOutside, OF_EQUALS),
+        (planted.SameForBeta, LayerNorm(5, bias=False, **WIDE)),
+        (planted.MaskOfTheLastCall, Dropout(0.3)),  # no rng
+        (planted.HeadForgotten, Unembedding(TABLE, bias=False)),
+    ],
+)
+def test_a_mistake_is_the_only_one(wrong, right):
+    """Where it makes no difference, the gradients are the right ones."""
+    x = np.random.default_rng(0).standard_normal((2, 3, 5))
+    mistaken = copy.deepcopy(right)
+    mistaken.__class__ = wrong
+    gradients = []
+    for layer in right, mistaken:
+        y, ctx = layer.forward(x)
+        gradients.append(layer.backward(ctx, np.cos(y)))
+    assert_close(*gradients)
+    if wrong is not planted.HeadForgotten:
+        assert_close(parameter_gradients(mistaken), parameter_gradients(right))
 
 
 @each_bug

@@ -2,6 +2,9 @@
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -10,7 +13,7 @@ import numpy as np
 import pytest
 from mistakes import MISTAKES
 
-from npdecoder.exercises import grading
+from npdecoder.exercises import child, grading
 from npdecoder.exercises.catalogue import EXERCISES
 from npdecoder.exercises.child import decode, encode, foreign_imports
 from npdecoder.exercises.grading import as_json, check_file, grade_file, grade_folder, submissions
@@ -22,6 +25,8 @@ from npdecoder.exercises.submission import (
     TIMEOUT,
     UNTOUCHED,
     WRONG,
+    Refused,
+    load,
 )
 
 SOLUTIONS = Path(__file__).parent / "solutions"
@@ -113,6 +118,17 @@ def test_changed_exercise(tmp_path, grade, changes, message):
     assert verdict.status == WRONG
 
 
+def test_check_of_what_does_not_run_or_gives_no_array(tmp_path):
+    verdict = check_file(written(tmp_path, "01_linear", after="1 / 0"), LINEAR)
+    assert verdict.status == ERROR
+    assert verdict.message.startswith(f'  File "{tmp_path / LINEAR.file}", line ')
+    assert verdict.message.endswith("\nZeroDivisionError: division by zero")
+    path = written(tmp_path, "01_linear", ("return y, x  #", "return [[1.0], [1.0, 2.0]], x  #"))
+    verdict = check_file(path, LINEAR)
+    assert verdict.status == WRONG
+    assert "forward was changed" in verdict.message
+
+
 @pytest.mark.parametrize("grade", [check_file, grade_file])
 def test_writing_into_dy_and_remembering_are_wrong(tmp_path, grade):
     path = written(tmp_path, "02_softmax", ("y = ctx", "y = ctx\n        dy *= 0.5"))
@@ -180,6 +196,14 @@ def test_time_limit(tmp_path):
     assert time.monotonic() - started < 20
 
 
+def test_a_process_that_closes_its_answers_and_runs_on(tmp_path):
+    before = "import os, time\nos.closerange(3, 9)\ntime.sleep(60)\n"
+    path = written(tmp_path, "01_linear", before=before)
+    verdict = grade_file(path, LINEAR)
+    assert verdict.status == ERROR
+    assert verdict.message == "its process ended before it was done (it runs on)"
+
+
 @pytest.mark.skipif(os.name != "posix", reason="the process group of POSIX")
 def test_what_a_submission_started_is_ended_with_it(tmp_path):
     started = tmp_path / "pid"
@@ -223,9 +247,12 @@ def test_an_error_of_the_grader_is_that_of_one_file(tmp_path, monkeypatch):
         raise IndexError("what is this")
 
     monkeypatch.setattr(grading, "gradcheck", broken)
-    verdict = grade_file(written(tmp_path, "01_linear"), LINEAR)
+    path = written(tmp_path, "01_linear")
+    verdict = grade_file(path, LINEAR)
     assert verdict.status == ERROR
     assert "IndexError: what is this" in verdict.message
+    with pytest.raises(IndexError, match="what is this"):  # which an author is to see
+        check_file(path, LINEAR)
 
 
 def test_a_folder_of_submissions(tmp_path):
@@ -277,7 +304,116 @@ def test_a_folder_that_is_one_submission(tmp_path):
         submissions(tmp_path / "nowhere")
 
 
+def test_a_folder_that_goes_while_it_is_graded(tmp_path, monkeypatch):
+    written(tmp_path, "01_linear")
+
+    def remove(path, *arguments):
+        shutil.rmtree(path.parent, ignore_errors=True)
+        return grade_file(path, *arguments)
+
+    monkeypatch.setattr(grading, "grade_file", remove)
+    (one,) = grade_folder(tmp_path)
+    assert {verdict.status for verdict in one.verdicts.values()} == {MISSING}
+    assert one.other_files == []
+    assert not grading.is_as_shipped(tmp_path / LINEAR.file, LINEAR)
+
+
 # Its parts
+
+
+class InProcess:
+    """What child.py does, in this process; lie changes the answer."""
+
+    def __init__(self, path, exercise, lie=lambda answer: answer):
+        self.submitted, self.lie = load(path, exercise.cls), lie
+
+    def ask(self, request):
+        answer = child.run(self.submitted, json.loads(json.dumps(request)))
+        return self.lie(json.loads(json.dumps(answer)))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("01_linear", ()), ("06_attention", ()), ("09_tied_embeddings", ()),
+     ("09_tied_embeddings", [("        return ()", "        return None")])],
+    ids=["one", "three", "none", "None"],
+)  # fmt: skip
+def test_what_the_process_answers_is_what_gradcheck_needs(tmp_path, name, changes):
+    """As many gradients as there are; ids have none."""
+    there = InProcess(written(tmp_path, name, *changes), BY_NAME[name])
+    verdict = grading._examine(BY_NAME[name], lambda *made: grading._by_proxy(*made, there))
+    assert verdict.status == SOLVED, verdict
+
+
+UNREADABLE = ERROR, grading.UNREADABLE
+SMALL = {"dtype": "float64", "shape": [1], "values": [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("lie", "refused"),
+    [
+        ({"wrote": None}, UNREADABLE),
+        ({"wrote": ["dy", "W"]}, (WRONG, "forward or backward wrote into dy, W")),
+        ({"y": 1.0}, UNREADABLE),
+        ({"y": SMALL}, (WRONG, "its forward was changed: it gives other numbers than the "
+                               "exercise's")),
+        ({"gradients": [{**SMALL, "values": [10**400]}]}, UNREADABLE),
+        ({"grads": {}}, UNREADABLE),
+        ({"grads": {"W": SMALL, "b": SMALL}}, UNREADABLE),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_answer_that_cannot_be_is_refused(lie, refused):
+    _, draw, _ = LINEAR.draws()[0]
+    there = InProcess(SOLUTIONS / LINEAR.file, LINEAR, lambda answer: {**answer, **lie})
+    layer = grading._by_proxy(load(LINEAR.task, "Linear")(*draw.arguments), draw, there)
+    y, ctx = layer.forward(*draw.inputs)
+    with pytest.raises(Refused) as caught:
+        layer.backward(ctx, np.ones_like(y))
+    assert (caught.value.status, caught.value.message) == refused
+
+
+def conversation(path, *requests):
+    """What the process of a softmax answers to these and the end of them; its exit code."""
+    package = Path(grading.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", grading.START, package, path, "Softmax"], timeout=60, check=False,
+        input=b"".join(json.dumps(request).encode() + b"\n" for request in requests),
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    return [json.loads(line) for line in done.stdout.splitlines()], done.returncode
+
+
+def test_a_conversation_with_the_process_of_a_submission(tmp_path):
+    """What it prints itself is in no answer."""
+    path = written(tmp_path, "02_softmax", ("y = ctx", "y = ctx\n        print('{}')"),
+                   before="import os\nos.write(1, b'noise')\n")  # fmt: skip
+    x = np.log([[1.0, 3.0]])
+    request = {"arguments": [], "inputs": [encode(x)], "values": {}, "grads": {},
+               "dy": encode(np.array([[1.0, 0.0]]))}  # fmt: skip
+    (imports, ready, answer), code = conversation(path, request)
+    assert (imports, ready, code) == ({"imports": ["os"]}, {}, 0)
+    assert list(answer) == ["y", "gradients", "grads", "wrote"]
+    np.testing.assert_allclose(decode(answer["y"]), [[0.25, 0.75]])
+    np.testing.assert_allclose(decode(answer["gradients"][0]), [[0.1875, -0.1875]])
+    assert answer["grads"] == {}
+    assert answer["wrote"] == []
+
+    (*before, refused), code = conversation(SOFTMAX.task, request, request)
+    assert (before, code) == ([{"imports": []}, {}], 0)
+    assert refused == {"status": UNTOUCHED, "message": "backward is still to be written"}
+
+
+def test_a_process_that_is_killed_between_two_answers():
+    request = {"arguments": [2, 3], "inputs": [encode(np.ones((1, 1, 2)))], "grads": {},
+               "values": {"W": encode(np.ones((2, 3))), "b": encode(np.ones(3))},
+               "dy": encode(np.ones((1, 1, 3)))}  # fmt: skip
+    with grading._running(SOLUTIONS / LINEAR.file, "Linear", 60.0) as there:
+        assert decode(there.ask(request)["y"]).tolist() == [[[3.0, 3.0, 3.0]]]
+        there._kill()
+        there._process.wait()
+        with pytest.raises(Refused, match=r"^its process ended before it was done \(exit code"):
+            there.ask(request)
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,11 @@ def test_row_without_entries():
         assert log_softmax(np.zeros(shape)).shape == shape
 
 
+def test_a_single_number_has_no_last_axis():
+    with pytest.raises(ValueError, match=r"^x has shape \(\), expected \(\.\.\., n\)"):
+        Softmax().forward(np.array(1.0))
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.int64, bool, complex])
 @pytest.mark.parametrize("function", [softmax, log_softmax, Softmax()])
 def test_other_dtypes_are_refused(function, dtype):

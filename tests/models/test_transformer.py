@@ -386,6 +386,12 @@ def test_bad_ids(ids, error, message):
         model(GOOD, ids)
 
 
+def test_ids_of_a_mask_alone_are_checked():
+    """source_mask is called by itself when a text is decoded."""
+    with pytest.raises(ValueError, match=r"^source_ids has shape \(3,\), expected \(B, S\)"):
+        small_model().source_mask([1, 2, 3])
+
+
 def test_batches_and_lengths_are_checked():
     model = small_model()
     for source, target in ((1, 2), (2, 1), (3, 2)):
