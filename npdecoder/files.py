@@ -156,8 +156,12 @@ def _write_npz(file: IO[bytes], members: Mapping[str, Array]) -> None:
 
 
 def _read_npz(file: IO[bytes]) -> dict[str, Array]:
+    length = file.seek(0, io.SEEK_END)
     with zipfile.ZipFile(file) as archive:
         infos = archive.infolist()
+        # zipfile takes as much memory for one as the directory says that it has
+        if sum(info.compress_size for info in infos) > length:
+            raise ValueError("its members are longer than the file")
         members = {_member_name(info): _read_member(archive, info) for info in infos}
     if len(members) < len(infos):
         raise ValueError("a name stands for two arrays")

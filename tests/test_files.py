@@ -7,10 +7,12 @@ import errno
 import json
 import os
 import pickle
+import re
 import stat
 import subprocess
 import sys
 import time
+import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -917,6 +919,26 @@ def test_what_cannot_be_written_is_known_beforehand(tmp_path: Path, kind: str) -
         assert kind == "name nearly too long"
         check_writable(path)
         load_and_compare(path, OLD)
+
+
+@pytest.mark.parametrize("bit", [12, 25, 30])
+def test_no_memory_is_taken_for_what_a_damaged_directory_claims(tmp_path: Path, bit: int) -> None:
+    path = tmp_path / "w.npz"
+    save_weights(path, OLD)
+    data = bytearray(path.read_bytes())
+    at = data.rindex(b"PK\1\2") + 20  # the last entry: its size as stored, then unpacked
+    for place in at, at + 4:
+        size = int.from_bytes(data[place : place + 4], "little") ^ 1 << bit
+        data[place : place + 4] = size.to_bytes(4, "little")
+    path.write_bytes(data)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=re.escape(f"{path} is not a whole .npz file")):
+            load_weights(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 10**6
 
 
 @posix

@@ -478,6 +478,9 @@ KINDS["optimizers and micro-batches"] = [
 ]
 
 KINDS["checkpoint field dropped"] = [
+    Mutant("what a damaged directory claims is believed", "files.py",
+           "if sum(info.compress_size for info in infos) > length:", "if False:",
+           "test_files.py -k directory_claims"),
     Mutant("the gradients are not saved", "core.py",
            "and self.is_written and bool(self._grad.any())", "and False",
            "test_checkpoint.py -k gradients"),
