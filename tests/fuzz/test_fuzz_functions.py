@@ -221,7 +221,7 @@ def optimizer_call(s, cls, rule):
              for _ in range(rounds)]  # fmt: skip
     one, *others = parameters
     lr = s.give("lr", s.pick(0.1, 1e-3, 1, np.float32(0.5)), NUMBERS)
-    s.give("later", s.pick(0.2, 0, 1e-3), NUMBERS, words="lr")
+    later = s.give("later", s.pick(0.2, 0, 1e-3), NUMBERS, words="lr")
     own = {"weight_decay": s.give("weight_decay", s.pick(0.0, 0.1, 0.01), NUMBERS)}
     if cls is SGD:
         own["momentum"] = s.give("momentum", s.pick(0.0, 0.9, 1.5), NUMBERS)
@@ -262,7 +262,7 @@ def optimizer_call(s, cls, rule):
         state = {k: v for k, v in optimizer.state_dict().items() if isinstance(v, np.ndarray)}
         return {f"value {i}": p.value for i, p in enumerate(listed)} | state
 
-    def expected(parameters, lr, later, **options):
+    def updated(starts, lr, later):
         results, states = {}, {}
         for i, p in enumerate(starts):
             state = {}
@@ -278,7 +278,12 @@ def optimizer_call(s, cls, rule):
     largest = max(np.abs(x).max(initial=0.0) for x in (*starts, *itertools.chain(*grads)))
     if s.kind == "tiny":  # subnormal numbers have few digits, and each update divides them by eps
         largest = float(np.finfo(s.dtype).tiny) / own.get("eps", 1.0) ** rounds
-    return s.call(function, expected, largest)
+    # what a rounding at the start comes to: much where a small sum of large numbers divides
+    eps = max(float(np.finfo(s.dtype).eps), np.finfo(np.float64).eps)
+    right, moved = (updated([p * x for p in starts], lr, later) for x in (1.0, 1.0 + eps))
+    change = max(np.abs(moved[name] - right[name]).max(initial=0.0) for name in right)
+    return s.call(function, lambda parameters, lr, later, **options: updated(starts, lr, later),
+                  max(largest, change / (100.0 * eps)))  # fmt: skip
 
 
 @fuzz
