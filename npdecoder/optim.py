@@ -82,21 +82,16 @@ class Optimizer:
             self.groups = [self._group("the optimizer", {"params": items}, defaults)]
         if len({id(p) for p in self.parameters()}) < len(self.parameters()):
             raise ValueError("a Parameter is in two groups, expected each in one")
-        self._flat = [
-            _Flat(group, self.new_state)
-            if (type(self).update, type(self).new_state) in FLAT_RULES and _fits_flat(group)
-            else None
-            for group in self.groups
-        ]
-        self._states = [
-            state
-            for group, flat in zip(self.groups, self._flat)
-            for state in (
-                flat.states
-                if flat is not None
-                else [self.new_state(p, group.options) for p in group.parameters]
-            )
-        ]
+        by_number = (type(self).update, type(self).new_state) in FLAT_RULES
+        self._flat: list[_Flat | None] = []
+        self._states: list[dict[str, Array]] = []
+        for group in self.groups:
+            flat = _Flat(group, self.new_state) if by_number and _fits_flat(group) else None
+            self._flat.append(flat)
+            if flat is not None:
+                self._states += flat.states
+            else:
+                self._states += [self.new_state(p, group.options) for p in group.parameters]
 
     def _group(self, where: str, given: Mapping[str, Any], defaults: dict[str, float]) -> Group:
         known = ("params", "lr", *defaults)

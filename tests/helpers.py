@@ -1,6 +1,9 @@
 """What the tests share: random layers, masks and sizes, walks through values, and comparisons."""
 
 import copy
+import tracemalloc
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 from hypothesis import Phase, settings
@@ -11,6 +14,7 @@ from npdecoder import (
     LanguageModel,
     LanguageModelConfig,
     Layer,
+    Parameter,
     Transformer,
     TransformerConfig,
     gradcheck,
@@ -42,6 +46,14 @@ def randomise(layer, rng):
         else:
             parameter.value = 0.5 * noise + name.endswith("gamma")
     return layer
+
+
+def parameters_with_gradients(shapes, seed):
+    rng = np.random.default_rng(seed)
+    parameters = [Parameter(rng.standard_normal(shape)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = rng.standard_normal(parameter.shape)
+    return parameters
 
 
 def few(examples):
@@ -426,3 +438,15 @@ def table_model(kind, after, at):
     positions.P.value = np.eye(max_len, V + max_len, k=V)
     model.output = Lookup(np.asarray(after, float), np.asarray(at, float))
     return model
+
+
+@contextmanager
+def measured():
+    """Afterwards .peak: the most bytes that were allocated at one time beyond those before."""
+    found = SimpleNamespace(peak=0)
+    tracemalloc.start()
+    try:
+        yield found
+        found.peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

@@ -6,7 +6,6 @@ layer or the file they belong to is tested. B and a number name the report.
 
 import copy
 import inspect
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from helpers import (
     decoding_model,
     ends,
     leaves,
+    measured,
     randomise,
     run,
     walk,
@@ -526,12 +526,9 @@ def test_no_option_that_is_a_numpy_number_changes_a_dtype(kind, dtype, make):
 
 def peak_of(call):
     """Bytes that call takes at once beyond those there were."""
-    tracemalloc.start()
-    try:
+    with measured() as memory:
         call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    return memory.peak
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

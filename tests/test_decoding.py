@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from helpers import (
     decoding_model,
     ends,
     logits_after,
+    measured,
     room,
 )
 from hypothesis import given
@@ -439,11 +439,7 @@ def test_one_token_after_a_long_prompt_needs_one_row_of_logits() -> None:
     config = LanguageModelConfig(words, d_model=4, num_heads=2, num_layers=1, max_len=T)
     model = LanguageModel(config, 0)
     ids = np.random.default_rng(0).integers(0, words, (1, T))
-    tracemalloc.start()
-    try:
+    with measured() as memory:
         (output,) = greedy_decode(model, ids, max_new_tokens=1)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
     assert output == [int(model(ids)[0, -1].argmax())]
-    assert peak < T * words * 4 / 8
+    assert memory.peak < T * words * 4 / 8

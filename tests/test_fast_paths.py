@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import assert_close, assert_equal, leaves, randomise
+from helpers import assert_close, assert_equal, leaves, parameters_with_gradients, randomise
 
 from npdecoder import (
     SGD,
@@ -490,12 +490,8 @@ def test_parameters_of_two_dtypes_are_updated_in_their_own():
 
 
 def large_parameters():
-    rng = np.random.default_rng(6)
     shapes = [(13,), (257, 521), (701, 613), (BLOCK,), (BLOCK + 1,), (2, 3)]
-    parameters = [Parameter(rng.standard_normal(shape)) for shape in shapes]
-    for parameter in parameters:
-        parameter.grad = rng.standard_normal(parameter.shape)
-    return parameters
+    return parameters_with_gradients(shapes, 6)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import stat
 import subprocess
 import sys
 import time
-import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from helpers import measured
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -931,14 +931,10 @@ def test_no_memory_is_taken_for_what_a_damaged_directory_claims(tmp_path: Path, 
         size = int.from_bytes(data[place : place + 4], "little") ^ 1 << bit
         data[place : place + 4] = size.to_bytes(4, "little")
     path.write_bytes(data)
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match=re.escape(f"{path} is not a whole .npz file")):
-            load_weights(path)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 10**6
+    message = re.escape(f"{path} is not a whole .npz file")
+    with measured() as memory, pytest.raises(ValueError, match=message):
+        load_weights(path)
+    assert memory.peak < 10**6
 
 
 @posix

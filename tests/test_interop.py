@@ -12,7 +12,6 @@ import pickle
 import shutil
 import struct
 import sys
-import tracemalloc
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import measured
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -1071,26 +1071,20 @@ def test_a_step_that_is_never_taken_may_be_any_number(tmp_path: Path) -> None:
 
 
 def assert_unreadable_in_little_memory(path: Path) -> str:
-    tracemalloc.start()
-    try:
+    with measured() as memory:
         message = assert_unreadable(path)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 2_000_000
+    assert memory.peak < 2_000_000
     return message
 
 
 def test_a_tensor_expanded_beyond_all_memory_takes_none(tmp_path: Path) -> None:
     path = with_pickle(tmp_path, tensor(size=(2**40, 4), stride=(0, 1)), **{"0": FOUR})
-    tracemalloc.start()
-    state = read_torch_file(path)
-    assert state["x"].shape == (2**40, 4)
-    with pytest.raises(ValueError, match="misshapen weight"):
-        load_torch_state_dict(Linear(4, 3), {"weight": state["x"], "bias": np.zeros(3)})
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 2_000_000
+    with measured() as memory:
+        state = read_torch_file(path)
+        assert state["x"].shape == (2**40, 4)
+        with pytest.raises(ValueError, match="misshapen weight"):
+            load_torch_state_dict(Linear(4, 3), {"weight": state["x"], "bias": np.zeros(3)})
+    assert memory.peak < 2_000_000
 
 
 BOMBS = {
@@ -1112,13 +1106,9 @@ BOMBS = {
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_pickle_bombs(tmp_path: Path, bomb: str) -> None:
     path = with_pickle(tmp_path, BOMBS[bomb])
-    tracemalloc.start()
-    try:
+    with measured() as memory:
         assert_unreadable(path)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 20_000_000
+    assert memory.peak < 20_000_000
 
 
 def test_a_memo_of_large_numbers_works(tmp_path: Path) -> None:

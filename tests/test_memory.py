@@ -1,12 +1,8 @@
 """How much memory the computations take at their peak, as tracemalloc sees it (NumPy tells it)."""
 
-import tracemalloc
-from contextlib import contextmanager
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
-from helpers import walk
+from helpers import measured, walk
 
 from npdecoder import (
     CrossEntropy,
@@ -18,18 +14,6 @@ from npdecoder import (
 )
 
 V = 50_257
-
-
-@contextmanager
-def measured():
-    """Afterwards .peak: the most bytes that were allocated at one time beyond those before."""
-    found = SimpleNamespace(peak=0)
-    tracemalloc.start()
-    try:
-        yield found
-        found.peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 def owner(array):

@@ -16,7 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import assert_close, assert_equal, parameter_gradients, randomise
+from helpers import (
+    assert_close,
+    assert_equal,
+    parameter_gradients,
+    parameters_with_gradients,
+    randomise,
+)
 
 import npdecoder
 from npdecoder import (
@@ -753,11 +759,7 @@ LARGE_SHAPES = ((700, 300), (3, 5), (500, 500), (1,), (7, 11))
 
 
 def large():
-    rng = np.random.default_rng(6)
-    parameters = [Parameter(rng.standard_normal(shape)) for shape in LARGE_SHAPES]
-    for parameter in parameters:
-        parameter.grad = rng.standard_normal(parameter.shape)
-    return parameters
+    return parameters_with_gradients(LARGE_SHAPES, 6)
 
 
 @pytest.fixture

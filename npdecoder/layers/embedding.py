@@ -20,6 +20,7 @@ from npdecoder.core import (
     float_dtype,
     positive_int,
 )
+from npdecoder.sums import matmul_rows
 
 
 class EmbeddingContext(NamedTuple):
@@ -104,11 +105,10 @@ class Unembedding(Layer):
     def forward(self, x: ArrayLike) -> tuple[Array, UnembeddingContext]:
         """x (..., d_model) -> logits (..., vocab_size)."""
         W = self.W.value
-        vocab_size, d_model = W.shape
-        x = as_input("x", x, d_model, W.dtype)
+        x = as_input("x", x, W.shape[1], W.dtype)
 
         # 1. xW = x @ W.T, the dot product of x with every row of W
-        logits = (x.reshape(-1, d_model) @ W.T).reshape(*x.shape[:-1], vocab_size)
+        logits = matmul_rows(x, W.T)
         # 2. logits = xW + b, in the same array
         if self.b is not None:
             logits += self.b.value
@@ -137,5 +137,5 @@ class Unembedding(Layer):
             self.b.add_sum(dy_rows)
         # 1. xW = x @ W.T
         self.W.add_product(dy_rows.T, x_rows)
-        dx: Array = (dy_rows @ W).reshape(x.shape)
+        dx = matmul_rows(dy, W)
         return dx

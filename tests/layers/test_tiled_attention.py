@@ -1,6 +1,5 @@
 import copy
 import re
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from helpers import (
     draw_mask,
     few,
     leaves,
+    measured,
     run,
     seeds,
     walk,
@@ -383,14 +383,10 @@ def test_memory_is_far_below_that_of_the_scores(p):
     qkv, dy = draw(rng, (1, 1, T, T, 4, 4), np.float32)
     mask = np.ones((1, 1, 1, T), bool)
     layer = TiledAttention(p, causal=True)
-    tracemalloc.start()
-    try:
+    with measured() as memory:
         _, ctx = layer.forward(*qkv, mask, rng)
         layer.backward(ctx, dy)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < T * T * 4 / 30
+    assert memory.peak < T * T * 4 / 30
     assert all(np.size(value) <= 4 * T for _, value in walk(ctx) if isinstance(value, np.ndarray))
 
 
