@@ -184,8 +184,8 @@ CHECKS: dict[str, dict[str, Check]] = {
         "Z = sum_{i} e_i + [ sum_{i} e_i = 0 ]":
             "e.sum(axis=-1, keepdims=True) + (e.sum(axis=-1, keepdims=True) == 0)",
         "y_i = frac{e_i}{Z}": "e / Z",
-        "dy_y = dy * y": "dy * y",
-        "dx_i = dy_y_i - y_i sum_{j} dy_y_j": "dy_y - y * dy_y.sum(axis=-1, keepdims=True)",
+        "dx_i = ( dy_i - sum_{j} dy_j y_j ) y_i":
+            "(dy - (dy * y).sum(axis=-1, keepdims=True)) * y",
     },
     "ReLU": {"y = max(x, 0)": "np.maximum(x, 0)", "dx = dy * [ y > 0 ]": "dy * (y > 0)"},
     "GELU": {
@@ -198,7 +198,8 @@ CHECKS: dict[str, dict[str, Check]] = {
         "dPhi = frac{1}{2} ( 1 - tanh(u)^2 ) * sqrt{frac{2}{pi}} ( 1 + 3 · 0.044715 x^2 )":
             "(1 - np.tanh(u) ** 2) / 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)",
         "y = x * Phi": "x * Phi",
-        "dx = dy * ( Phi + x * dPhi )": "dy * (Phi + x * dPhi)",
+        "slope = Phi + x * dPhi": "Phi + x * dPhi",
+        "dx = dy * slope": "dy * slope",
     },
     "Dropout": {
         "y = x": "x",

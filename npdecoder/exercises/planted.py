@@ -74,8 +74,7 @@ class OverTheBatch(Softmax):
         dy = np.asarray(dy, y.dtype)
 
         # 3. y = e / Z, 2. Z = sum(e) and 1. e = exp(x - max(x)), together
-        dy_y = dy * y
-        dx: Array = (dy_y - y * dy_y.sum(axis=-1, keepdims=True)) / len(y)
+        dx: Array = y * (dy - (dy * y).sum(axis=-1, keepdims=True)) / len(y)
         return dx
 
 

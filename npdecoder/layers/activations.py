@@ -42,9 +42,8 @@ class ReLU(Layer):
 
 
 class GELUContext(NamedTuple):
-    x: Array  # (...)
     Phi: Array  # (...), what x is multiplied by
-    dPhi: Array  # (...), its derivative at x
+    slope: Array  # (...), the derivative of y
 
 
 class GELU(Layer):
@@ -67,24 +66,26 @@ class GELU(Layer):
         Phi, dPhi = _normal_cdf(x) if self.approximate == "none" else _tanh_cdf(x)
         # 2. y = x * Phi
         y = np.asarray(x * Phi, x.dtype)  # before NumPy 2 a single float32 number becomes float64
-        return y, GELUContext(x, Phi, dPhi)
+        # 3. for backward, while all of it is in the cache: the derivative of y
+        slope = np.multiply(x, dPhi, out=over(np.asarray(dPhi)))
+        slope += Phi
+        return y, GELUContext(Phi, slope)
 
     def backward(self, ctx: GELUContext, dy: ArrayLike) -> Array:
         """dy (...) -> dx (...).
 
-        Derivation: y_i = x_i Phi(x_i), a product, so ∂y_i/∂x_i = Phi(x_i) + x_i Phi'(x_i), where
+        Derivation: y_i = x_i Phi(x_i), a product, so ∂y_i/∂x_i = Phi(x_i) + x_i Phi'(x_i), which
+        is the slope that forward kept (dPhi is Phi'), with
             erf form:   Phi'(x) = exp(-x^2 / 2) / sqrt(2 pi), the density of the normal
             tanh form:  with u = sqrt(2/pi) (x + 0.044715 x^3),
                         Phi'(x) = (1 - tanh(u)^2) / 2 * sqrt(2/pi) (1 + 3 * 0.044715 x^2)
         In NumPy:
-            dx = dy * (Phi + x * dPhi)
+            dx = dy * slope
         """
-        x, Phi, dPhi = ctx
-        dy = as_gradient("dy", dy, x.shape, x.dtype)
-        # 2. y = x * Phi, and 1. Phi(x)
-        slope = np.asarray(x * dPhi)
-        slope += Phi
-        dx = np.asarray(np.multiply(dy, slope, out=over(slope)), x.dtype)
+        slope = ctx.slope
+        dy = as_gradient("dy", dy, slope.shape, slope.dtype)
+        # 2. y = x * Phi, and 1. Phi(x): the slope of 3.
+        dx = np.asarray(dy * slope, slope.dtype)
         return dx
 
 

@@ -109,19 +109,21 @@ FORMULAS |= {
     ),
     ("Softmax", "forward", ""): (
         ["e_i = exp(x_i - max(x))", "Z = sum_{i} e_i + [ sum_{i} e_i = 0 ]", "y_i = frac{e_i}{Z}"],
-        ["dy_y = dy * y", "dx_i = dy_y_i - y_i sum_{j} dy_y_j"],
+        ["dx_i = ( dy_i - sum_{j} dy_j y_j ) y_i"],
     ),
     ("ReLU", "forward", ""): (["y = max(x, 0)"], ["dx = dy * [ y > 0 ]"]),
     ("GELU", "forward", "none"): (
         ["Phi = frac{1}{2} ( 1 + erf(frac{x}{sqrt{2}}) )",
-         "dPhi = frac{1}{sqrt{2 pi}} exp(- frac{x^2}{2})", "y = x * Phi"],
-        ["dx = dy * ( Phi + x * dPhi )"],
+         "dPhi = frac{1}{sqrt{2 pi}} exp(- frac{x^2}{2})", "y = x * Phi",
+         "slope = Phi + x * dPhi"],
+        ["dx = dy * slope"],
     ),
     ("GELU", "forward", "tanh"): (
         ["u = sqrt{frac{2}{pi}} ( x + 0.044715 x^3 )", "Phi = frac{1}{2} ( 1 + tanh(u) )",
          "dPhi = frac{1}{2} ( 1 - tanh(u)^2 ) * sqrt{frac{2}{pi}} ( 1 + 3 · 0.044715 x^2 )",
-         "y = x * Phi"],
-        ["dx = dy * ( Phi + x * dPhi )"],
+         "y = x * Phi",
+         "slope = Phi + x * dPhi"],
+        ["dx = dy * slope"],
     ),
     ("Dropout", "forward", ""): (["y = x"], ["dx = dy"]),
     ("Dropout", "forward", "dropped"): (
@@ -310,7 +312,7 @@ GREEK = {"gamma": "γ", "beta": "β", "eps": "ε", "pi": "π", "Phi": "Φ", "dPh
 SIGNS = {"->": "→", "-": "−", "*": "∘"}
 LOWERED = ("dropped", "masked", "past", "model")  # A_dropped is shown as A with "dropped" below it
 TOKEN = re.compile(
-    r"->|[A-Za-z][\w.]*\(|log_p_target|log_p|dy_y|[A-Za-z]+\d*(?:_[A-Za-z]{2,}\d*)*'?"
+    r"->|[A-Za-z][\w.]*\(|log_p_target|log_p|[A-Za-z]+\d*(?:_[A-Za-z]{2,}\d*)*'?"
     r"|\d+(?:\.\d+)?|\S"
 )
 
