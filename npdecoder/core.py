@@ -91,14 +91,21 @@ class Parameter:
             self._grad += np.dot(a, b)
 
     def add_grads(self, arrays: Sequence[Array]) -> None:
-        """grad += each of the arrays, in their order, in as few passes as may be."""
-        first = 0
-        if not self.is_written and len(arrays) > 1:
-            out = np.empty_like(self._value) if self._grad is None else self._grad
-            self._grad = np.add(arrays[0], arrays[1], out=out)
+        """grad += each of the arrays, in their order, in as few passes as may be.
+
+        If grad is to be read as zeros, the first may be its own array: somebody wrote there.
+        """
+        others = list(arrays)
+        if others and not self.is_written:
+            total = others.pop(0)
+            if self._grad is None:
+                self._grad = np.empty_like(self._value)
+            if others:
+                total = np.add(total, others.pop(0), out=self._grad)
+            if total is not self._grad:
+                np.copyto(self._grad, total)
             self._grad_is_old = False
-            first = 2
-        for array in arrays[first:]:
+        for array in others:
             self.grad += array
 
     @property

@@ -390,6 +390,7 @@ class Adam(Optimizer):
         lr: float,
     ) -> None:
         beta1, beta2, weight_decay = options["beta1"], options["beta2"], options["weight_decay"]
+        correction1, correction2 = 1.0 - beta1**self.steps, math.sqrt(1.0 - beta2**self.steps)
         arrays = parameter.value, parameter.grad, state["m"], state["v"]
         for value, g, m, v in flat_blocks(BLOCK, *arrays):
             if weight_decay > 0.0:
@@ -405,12 +406,11 @@ class Adam(Optimizer):
             step *= 1.0 - beta2
             v *= beta2
             v += step
-            # sqrt(v_hat) + eps; m_hat and v_hat differ from m and v by a factor each
+            # sqrt(v_hat) + eps, times the root of v's correction, which m_hat is then multiplied by
             np.sqrt(v, out=step)
-            step /= math.sqrt(1.0 - beta2**self.steps)
-            step += options["eps"]
+            step += options["eps"] * correction2
             np.divide(m, step, out=step)
-            step *= lr / (1.0 - beta1**self.steps)
+            step *= lr * correction2 / correction1
             value -= step
 
 

@@ -46,6 +46,9 @@ ENVIRONMENT = {
     "MALLOC_TOP_PAD_": str(1 << 26),
 }
 
+# A garbage collection need not look at what was imported.
+SERVE = "import gc; from npdecoder.replicas import serve; gc.freeze(); serve()"
+
 
 class Replicas:
     """A model, and a replica of it in each of `threads` processes; threads=1 starts none.
@@ -96,6 +99,8 @@ class Replicas:
                     gradients = [place.view(memory, block) for place in places]
                     boxes = block + size
                     self._workers.append(_Worker(file.fileno(), memory, block, boxes, gradients))
+                for n, parameter in enumerate(self._parameters):  # no name for a grad: see close
+                    parameter.move_grad(self._workers[0].gradients[n])  # to add the others to it
                 for worker in self._workers:
                     worker.send(plan)
                 try:
@@ -131,6 +136,9 @@ class Replicas:
                 raise ValueError(f"the model has now {parameter.dtype}, its replicas {dtype}")
             if parameter.value is not self._values[n]:
                 np.copyto(self._values[n], parameter.value)
+        before = [[p.grad.copy()] if p.is_written else [] for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.forget_grad()
         workers = self._workers[: len(shares)]
         # all are pickled before the first is sent: then an error leaves nobody waiting
         messages = [worker.pickled((work, share, np.geterr()))
@@ -145,7 +153,7 @@ class Replicas:
         for error in (answer for answer in answers if isinstance(answer, BaseException)):
             raise error
         for_each(self._parameters, lambda n: self._parameters[n].add_grads(
-            [w.gradients[n] for w, (_, written) in zip(workers, answers) if written[n]]
+            before[n] + [w.gradients[n] for w, (_, written) in zip(workers, answers) if written[n]]
         ))
         return [result for result, _ in answers]
 
@@ -167,6 +175,7 @@ class Replicas:
             self._values.clear()
             for parameter in self._parameters:
                 parameter.move_value(np.empty_like(parameter.value))
+                parameter.move_grad(np.empty_like(parameter.value))
         if self._blas is not None:
             self._blas.restore_original_limits()
             self._blas = None
@@ -335,7 +344,7 @@ class _Worker:
         with their_requests, their_answers:
             fds = their_requests.fileno(), their_answers.fileno(), file
             self.process = subprocess.Popen(
-                [sys.executable, "-c", code + "from npdecoder.replicas import serve; serve()",
+                [sys.executable, "-c", code + SERVE,
                  *map(str, (*fds, block, boxes))],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
@@ -359,6 +368,7 @@ class _Worker:
 
     def close(self) -> None:
         self.process.kill()  # it may be at work, and has nothing to lose
+        self.gradients.clear()
         self.to_there.close()
         self.from_there.close()
         self.process.wait()

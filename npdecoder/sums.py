@@ -17,25 +17,33 @@ MANY = 5000  # numbers from which on copies and layouts for BLAS pay
 
 def sum_last(x: Array) -> Array:
     """x.sum(axis=-1, keepdims=True)."""
-    return _times_column(x, filled(x.shape[-1], 1, x.dtype))
+    return _dot_last(x, filled(x.shape[-1], 1, x.dtype))
 
 
 def mean_last(x: Array) -> Array:
     """x.mean(axis=-1, keepdims=True)."""
     n = x.shape[-1]
-    return _times_column(x, filled(n, n, x.dtype))
+    return _dot_last(x, filled(n, n, x.dtype))
 
 
-def dot_last(x: Array, y: Array) -> Array:
-    """(x * y).sum(axis=-1, keepdims=True), in one pass over both if they are large."""
-    if x.size < MANY:
-        return sum_last(x * y)
-    return np.asarray(np.einsum("...i,...i->...", x, y)[..., None])
+def sum_product(x: Array, y: Array) -> Array:
+    """(x * y).sum(axis=-1, keepdims=True), without the array x * y if it is large."""
+    return sum_last(x * y) if x.size < MANY else _einsum_last(x, y)
 
 
-def _times_column(x: Array, w: Array) -> Array:
+def mean_product(x: Array, y: Array) -> Array:
+    """(x * y).mean(axis=-1, keepdims=True), without the array x * y if it is large."""
+    return mean_last(x * y) if x.size < MANY else _einsum_last(x, y) / x.shape[-1]
+
+
+def _dot_last(x: Array, w: Array) -> Array:
     """x @ w, of x (..., n) and w (n, 1)."""
     return x.dot(w) if x.size < MANY else matmul_rows(x, w)
+
+
+def _einsum_last(x: Array, y: Array) -> Array:
+    sums: Array = np.einsum("...i,...i->...", x, y)
+    return sums[..., None]
 
 
 def matmul_rows(x: Array, W: Array) -> Array:

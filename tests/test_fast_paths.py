@@ -27,7 +27,15 @@ from npdecoder.core import flat_blocks, for_each
 from npdecoder.layers import attention
 from npdecoder.layers.softmax import MANY
 from npdecoder.optim import BLOCK
-from npdecoder.sums import matmul_heads, mean_last, over, sum_last, transposed
+from npdecoder.sums import (
+    matmul_heads,
+    mean_last,
+    mean_product,
+    over,
+    sum_last,
+    sum_product,
+    transposed,
+)
 
 INF, NAN = np.inf, np.nan
 
@@ -127,10 +135,14 @@ def test_attention_with_many_scores_is_that_of_each_head(shape):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.longdouble])
 @pytest.mark.parametrize("shape", [(7,), (5, 1), (3, 0, 4), (2, 3, 700)])
-def test_sums_and_means_of_the_last_axis(dtype, shape):
-    x = np.random.default_rng(3).standard_normal(shape).astype(dtype)
+@pytest.mark.parametrize("many", [1, 5000])
+def test_sums_and_means_of_the_last_axis(dtype, shape, many, monkeypatch):
+    monkeypatch.setattr("npdecoder.sums.MANY", many)
+    x, z = np.random.default_rng(3).standard_normal((2, *shape)).astype(dtype)
     for y, expected in [(sum_last(x), x.sum(axis=-1, keepdims=True)),
-                        (mean_last(x), x.mean(axis=-1, keepdims=True))]:  # fmt: skip
+                        (mean_last(x), x.mean(axis=-1, keepdims=True)),
+                        (sum_product(x, z), (x * z).sum(axis=-1, keepdims=True)),
+                        (mean_product(x, z), (x * z).mean(axis=-1, keepdims=True))]:  # fmt: skip
         assert y.dtype == dtype
         np.testing.assert_allclose(y, expected, rtol=0, atol=1e3 * np.finfo(dtype).eps)
 

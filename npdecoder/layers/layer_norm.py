@@ -18,7 +18,7 @@ from npdecoder.core import (
     non_negative,
     positive_int,
 )
-from npdecoder.sums import dot_last, mean_last, over
+from npdecoder.sums import mean_last, mean_product, over
 
 
 class LayerNormContext(NamedTuple):
@@ -54,7 +54,7 @@ class LayerNorm(Layer):
         nearly = x - mean_last(x)
         xc = np.subtract(nearly, mean_last(nearly), out=over(nearly))
         # 2. the reciprocal of the standard deviation
-        var = dot_last(xc, xc) / len(gamma)
+        var = mean_product(xc, xc)
         rstd = 1.0 / np.sqrt(var + self.eps)
         # 3. normalise
         x_hat = np.multiply(xc, rstd, out=over(xc))
@@ -94,7 +94,7 @@ class LayerNorm(Layer):
         self.gamma.add_sum((dy * x_hat).reshape(rows))
         dx_hat = dy * gamma
         # 3. x_hat = xc * rstd, and 2. rstd = 1 / sqrt(mean(xc * xc) + eps): in one array
-        dxc = x_hat * (dot_last(dx_hat, x_hat) / len(gamma))
+        dxc = x_hat * mean_product(dx_hat, x_hat)
         np.subtract(dx_hat, dxc, out=dxc)
         dxc *= rstd
         # 1. xc = x - mean(x)

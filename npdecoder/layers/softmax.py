@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from npdecoder.core import Array, Layer, as_array, as_gradient, integer
-from npdecoder.sums import dot_last, over, sum_last
+from npdecoder.sums import over, sum_last, sum_product
 
 MANY = 5000  # numbers of which the quick way pays
 FAR = 1e25  # float32 reaches from 1e-38 to 3e38
@@ -108,6 +108,6 @@ class Softmax(Layer):
         dy = as_gradient("dy", dy, y.shape, y.dtype)
 
         # 3. y = e / Z, 2. Z = sum(e) and 1. e = exp(x - max(x)), together
-        dx: Array = dy - dot_last(dy, y)
+        dx: Array = dy - sum_product(dy, y)
         dx *= y
         return dx
