@@ -79,7 +79,7 @@ class Parameter:
 
     def add_sum(self, rows: Array) -> None:
         """grad += rows.sum(axis=0), of rows (N, d), as a product with ones, which is quicker."""
-        self.add_product(filled(len(rows), 1, rows.dtype)[:, 0], rows)
+        self.add_product(ones(len(rows), rows.dtype), rows)
 
     def add_product(self, a: Array, b: Array) -> None:
         """grad += a @ b."""
@@ -556,6 +556,12 @@ def filled(n: int, divisor: int, dtype: np.dtype[Any]) -> Array:
     array = np.ones((n, 1), dtype) / dtype.type(divisor)
     array.flags.writeable = False
     return array
+
+
+@lru_cache(64)
+def ones(n: int, dtype: np.dtype[Any]) -> Array:
+    """(n,), read-only."""
+    return filled(n, 1, dtype)[:, 0]
 
 
 def add_rows(grad: Array, ids: NDArray[np.intp], rows: Array) -> None:

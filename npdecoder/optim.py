@@ -278,9 +278,10 @@ class _Flat:
         if parameters != self.parameters:
             return False
         for parameter in parameters:
-            if parameter.value.base is not self.values or parameter.grad.base is not self.grads:
+            value = parameter.value
+            if value.base is not self.values or parameter.grad.base is not self.grads:
                 return False
-            if not parameter.value.flags.writeable:
+            if not value.flags.writeable:
                 return False
         return True
 

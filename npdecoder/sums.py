@@ -12,33 +12,30 @@ import numpy as np
 
 from npdecoder.core import Array, filled
 
-MANY = 5000  # numbers from which on copies and layouts for BLAS pay
+FEW = 500  # numbers, or multiplications, that take no longer than one call of NumPy
+MANY = 5000  # numbers from which on a layout that saves a copy pays
+EINSUM = 20_000  # from which on einsum pays, which is slow to begin
 
 
 def sum_last(x: Array) -> Array:
     """x.sum(axis=-1, keepdims=True)."""
-    return _dot_last(x, filled(x.shape[-1], 1, x.dtype))
+    return matmul_rows(x, filled(x.shape[-1], 1, x.dtype))
 
 
 def mean_last(x: Array) -> Array:
     """x.mean(axis=-1, keepdims=True)."""
     n = x.shape[-1]
-    return _dot_last(x, filled(n, n, x.dtype))
+    return matmul_rows(x, filled(n, n, x.dtype))
 
 
 def sum_product(x: Array, y: Array) -> Array:
     """(x * y).sum(axis=-1, keepdims=True), without the array x * y if it is large."""
-    return sum_last(x * y) if x.size < MANY else _einsum_last(x, y)
+    return sum_last(x * y) if x.size < EINSUM else _einsum_last(x, y)
 
 
 def mean_product(x: Array, y: Array) -> Array:
     """(x * y).mean(axis=-1, keepdims=True), without the array x * y if it is large."""
-    return mean_last(x * y) if x.size < MANY else _einsum_last(x, y) / x.shape[-1]
-
-
-def _dot_last(x: Array, w: Array) -> Array:
-    """x @ w, of x (..., n) and w (n, 1)."""
-    return x.dot(w) if x.size < MANY else matmul_rows(x, w)
+    return mean_last(x * y) if x.size < EINSUM else _einsum_last(x, y) / x.shape[-1]
 
 
 def _einsum_last(x: Array, y: Array) -> Array:
@@ -51,6 +48,8 @@ def matmul_rows(x: Array, W: Array) -> Array:
 
     For x (B, T, n) x @ W would be B of them. And dot is quicker than matmul where both are small.
     """
+    if x.size * W.shape[1] < FEW:
+        return x.dot(W)  # row by row, without the reshapes
     *outer, n = x.shape
     return x.reshape(math.prod(outer), n).dot(W).reshape(*outer, W.shape[1])
 
@@ -70,7 +69,7 @@ def transposed(x: Array) -> Array:
     BLAS is up to twice as fast with the copies of many small matrices.
     """
     view = x.swapaxes(-1, -2)
-    return view if x.size < MANY else np.ascontiguousarray(view)
+    return view if x.size < FEW else np.ascontiguousarray(view)
 
 
 def matmul_heads(x: Array, y: Array) -> Array:

@@ -272,17 +272,28 @@ def test_the_processes_see_every_change_of_the_weights():
         assert_equal(rows(replicas, 1.0, 2.0)[0], seen[2])
 
 
-def test_a_process_that_is_forked_later_has_weights_of_its_own():
-    model = Linear(3, 5, rng=0)
-    before = model.W.value.copy()
-    with Replicas(model, 2):
-        pass
+def test_a_process_that_is_forked_later_has_weights_and_gradients_of_its_own():
+    model = Linear(3, 5, rng=0, dtype=np.float64)
+    with Replicas(model, 2) as replicas:
+        rows(replicas, 1.0, 2.0)
+        before = model.W.value.copy(), model.W.grad.copy()
+        assert before[1].any()
     child = os.fork()
     if not child:
-        model.W.value[...] = 7.0
+        model.W.value[...] = model.W.grad[...] = 7.0
         os._exit(0)
     os.waitpid(child, 0)
-    assert_equal(model.W.value, before)
+    assert_equal((model.W.value, model.W.grad), before)
+
+
+def test_the_gradients_of_one_process_are_where_those_of_all_are_added_up():
+    """Without a copy, while nobody holds an array of the model's."""
+    model = Linear(3, 5, rng=0, dtype=np.float64)
+    with Replicas(model, 2) as replicas:
+        rows(replicas, 1.0, 2.0)
+        grad = model.W.grad
+        assert grad is replicas._workers[0].gradients[0]
+        assert_equal(grad, np.full((3, 5), 2.0 * (1.0 + 4.0)))
 
 
 # Training
