@@ -10,9 +10,10 @@ is a whole update of a language model: loss, clipping and AdamW too.
 
 Both are given two cores, in turns: 0.1 s of one, 0.1 s of the other. Between turns there is a
 pause, in which the threads of the other go to sleep (they wait by spinning, and would take the
-cores), and the first two steps of a turn are not counted. Printed are the medians' ratio (below 1:
-faster than PyTorch), and the share of the peak that each reaches: the arithmetic of its matrix
-products a second, against that of large products alone.
+cores), and the first two steps of a turn are not counted. The ratio (below 1: faster than PyTorch)
+is the median of those of neighbouring turns, since the speed of a shared machine drifts. The share
+of the peak is the arithmetic of the matrix products of a step a second, against that of large
+products alone.
 """
 
 from __future__ import annotations
@@ -232,24 +233,26 @@ def peak() -> float:
     return 2 * 1024**3 / statistics.median(times[5:])
 
 
-def in_turns(steps: Sequence[Step], rounds: int) -> list[float]:
-    """The median seconds of each step; a turn takes 0.1 s, or 3 steps."""
+def in_turns(steps: Sequence[Step], rounds: int) -> list[list[float]]:
+    """For each step the median seconds of each of its turns; a turn takes 0.1 s, or 3 steps."""
     counts = []
     for step in steps:
         step(), step()
         start = time.perf_counter()
         step()
         counts.append(int(min(max(0.1 / (time.perf_counter() - start), 3), 200)))
-    times: list[list[float]] = [[] for _ in steps]
+    medians: list[list[float]] = [[] for _ in steps]
     for _ in range(rounds):
-        for step, count, found in zip(steps, counts, times):
+        for step, count, found in zip(steps, counts, medians):
             time.sleep(0.1)
             step(), step()
+            times = []
             for _ in range(count):
                 start = time.perf_counter()
                 step()
-                found.append(time.perf_counter() - start)
-    return [statistics.median(found) for found in times]
+                times.append(time.perf_counter() - start)
+            found.append(statistics.median(times))
+    return medians
 
 
 def main() -> None:
@@ -282,9 +285,12 @@ def print_row(n: int, rounds: int, top: float, open_replicas: ExitStack) -> None
         reach, aim = RECIPE_REACH, RECIPE_AIM
         here, _, batch = recipe_step(open_replicas)
         steps = [here] if torch is None else [here, torch_recipe_step(batch)]
-    seconds = in_turns(steps, rounds)
+    turns = in_turns(steps, rounds)
+    seconds = [statistics.median(found) for found in turns]
+    ratio = "     -"
+    if torch is not None:
+        ratio = f"{statistics.median(here / there for here, there in zip(*turns)):6.2f}"
     cells = [f"{1000 * s:7.2f}" for s in seconds] + ["      -"] * (2 - len(seconds))
-    ratio = f"{seconds[0] / seconds[1]:6.2f}" if torch is not None else "     -"
     shares = [f"{100 * flops / s / top:4.0f} %" for s in seconds]
     print(f"{label:32} {cells[0]} ms {cells[1]} {ratio}  {reach:5.2f}  {aim:4.2f}  "
           f"{shares[0]}  {shares[1] if len(shares) > 1 else '':>7}", flush=True)
