@@ -93,7 +93,8 @@ class Parameter:
     def add_grads(self, arrays: Sequence[Array]) -> None:
         """grad += each of the arrays, in their order, in as few passes as may be.
 
-        If grad is to be read as zeros, the first may be its own array: somebody wrote there.
+        If grad is to be read as zeros, one of the first two may be its own array, where somebody
+        wrote them.
         """
         others = list(arrays)
         if others and not self.is_written:

@@ -136,13 +136,14 @@ class Replicas:
                 raise ValueError(f"the model has now {parameter.dtype}, its replicas {dtype}")
             if parameter.value is not self._values[n]:
                 np.copyto(self._values[n], parameter.value)
-        before = [[p.grad.copy()] if p.is_written else [] for p in self._parameters]
-        for parameter in self._parameters:
-            parameter.forget_grad()
         workers = self._workers[: len(shares)]
         # all are pickled before the first is sent: then an error leaves nobody waiting
         messages = [worker.pickled((work, share, np.geterr()))
                     for worker, share in zip(workers, shares)]
+        # the first process is about to write where the sum of those before may be
+        before = [[p.grad.copy()] if p.is_written else [] for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.forget_grad()
         with self._closed_on_error():
             for worker, message in zip(workers, messages):
                 worker.send(message)

@@ -570,6 +570,15 @@ def test_work_that_cannot_be_sent_leaves_the_processes_alone(pair):
     assert len(rows(pair, 1.0, 2.0)) == 2
 
 
+def test_work_that_cannot_be_sent_leaves_the_gradients_alone(pair):
+    rows(pair, 1.0, 2.0)
+    before = parameter_gradients(pair.model)
+    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
+        pair.run(lambda model: None, [(), ()], add=True)
+    assert_equal(*(list(g.values()) for g in (parameter_gradients(pair.model), before)))
+    assert before["W"].any()
+
+
 def test_a_warning_there_is_a_warning_here(pair, work):
     """Shown as often as the filters say, and with the error state of this thread."""
     with warnings.catch_warnings(record=True) as caught:
