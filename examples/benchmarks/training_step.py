@@ -2,6 +2,7 @@
 
     pip install '.[bench]'
     python examples/benchmarks/training_step.py [--rows 1 2 ...] [--rounds N]
+    python examples/benchmarks/training_step.py --products
 
 A step is forward, backward (to every parameter, to x and to memory) and SGD, of a decoder stack
 (float32, Pre-LN, ReLU, biases, cross-attention in each layer, causal mask, no dropout, final norm)
@@ -14,6 +15,9 @@ cores), and the first two steps of a turn are not counted. The ratio (below 1: f
 is the median of those of neighbouring turns, since the speed of a shared machine drifts. The share
 of the peak is the arithmetic of the matrix products of a step a second, against that of large
 products alone.
+
+--products compares the products themselves, by NumPy's BLAS and by PyTorch's: what half a batch
+meets in a feed-forward layer, on one core, again and again, so that all of it is in the cache.
 """
 
 from __future__ import annotations
@@ -258,12 +262,16 @@ def in_turns(steps: Sequence[Step], rounds: int) -> list[list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="One training step against PyTorch.")
     parser.add_argument("--rows", type=int, nargs="*", default=range(1, 9), help="default: all")
+    parser.add_argument("--products", action="store_true", help="products alone; needs PyTorch")
     parser.add_argument("--rounds", type=int, default=25, help="turns of each (default: 25)")
     args = parser.parse_args()
     if torch is None:
         print("PyTorch is not installed: times alone", file=sys.stderr)
     else:
         torch.set_num_threads(THREADS)
+        if args.products:
+            print_products()
+            return
     top = peak()
     print(f"NumPy {np.__version__}, PyTorch {torch.__version__ if torch else 'none'}; "
           f"matrix products alone: {top / 1e9:.0f} GFLOP/s\n")
@@ -272,6 +280,36 @@ def main() -> None:
     for n in args.rows:
         with ExitStack() as open_replicas:
             print_row(n, args.rounds, top, open_replicas)
+
+
+def print_products() -> None:
+    from threadpoolctl import threadpool_limits
+
+    threadpool_limits(1)
+    torch.set_num_threads(1)
+    print("GFLOP/s of one core, NumPy's BLAS / PyTorch's\n")
+    print("rows  d_model  d_ff        x W      dy W^T      x^T dy")
+    rng = np.random.default_rng(0)
+    sizes = [(row.B * row.T // 2, row.d_model, row.d_ff) for row in LADDER[2:]]
+    sizes.append((RECIPE_BATCH * RECIPE.max_len // 2, RECIPE.d_model, 4 * RECIPE.d_model))
+    for N, d, d_ff in dict.fromkeys(sizes):
+        shapes = (N, d), (d, d_ff), (N, d_ff)
+        arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+        steps = products(*arrays) + products(*map(torch.tensor, arrays))
+        times: list[list[float]] = [[] for _ in steps]
+        for _ in range(60):
+            for step, found in zip(steps, times):
+                step()
+                start = time.perf_counter()
+                step()
+                found.append(time.perf_counter() - start)
+        rates = [2 * N * d * d_ff / statistics.median(found) / 1e9 for found in times]
+        print(f"{N:4} {d:8} {d_ff:5}",
+              *(f"{here:5.0f} / {there:3.0f}" for here, there in zip(rates[:3], rates[3:])))
+
+
+def products(x: Any, W: Any, dy: Any) -> list[Step]:
+    return [lambda: x @ W, lambda: dy @ W.T, lambda: x.T @ dy]
 
 
 def print_row(n: int, rounds: int, top: float, open_replicas: ExitStack) -> None:
