@@ -67,7 +67,7 @@ class GELU(Layer):
         # 2. y = x * Phi
         y = np.asarray(x * Phi, x.dtype)  # before NumPy 2 a single float32 number becomes float64
         # 3. for backward, while all of it is in the cache: the derivative of y
-        slope = np.multiply(x, dPhi, out=over(np.asarray(dPhi)))
+        slope = np.multiply(x, dPhi, out=over(np.asarray(dPhi, x.dtype)))
         slope += Phi
         return y, GELUContext(Phi, slope)
 
