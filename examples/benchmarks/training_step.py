@@ -226,14 +226,16 @@ def recipe_flops() -> float:
     return 3 * 2 * N * (weights + c.num_layers * 2 * c.max_len * d)
 
 
+def seconds_of(step: Step) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
 def peak() -> float:
     """Operations a second of products (1024, 1024) @ (1024, 1024) on all BLAS threads."""
     a = np.ones((1024, 1024), np.float32)
-    times = []
-    for _ in range(30):
-        start = time.perf_counter()
-        a @ a
-        times.append(time.perf_counter() - start)
+    times = [seconds_of(lambda: a @ a) for _ in range(30)]
     return 2 * 1024**3 / statistics.median(times[5:])
 
 
@@ -242,20 +244,13 @@ def in_turns(steps: Sequence[Step], rounds: int) -> list[list[float]]:
     counts = []
     for step in steps:
         step(), step()
-        start = time.perf_counter()
-        step()
-        counts.append(int(min(max(0.1 / (time.perf_counter() - start), 3), 200)))
+        counts.append(int(min(max(0.1 / seconds_of(step), 3), 200)))
     medians: list[list[float]] = [[] for _ in steps]
     for _ in range(rounds):
         for step, count, found in zip(steps, counts, medians):
             time.sleep(0.1)
             step(), step()
-            times = []
-            for _ in range(count):
-                start = time.perf_counter()
-                step()
-                times.append(time.perf_counter() - start)
-            found.append(statistics.median(times))
+            found.append(statistics.median(seconds_of(step) for _ in range(count)))
     return medians
 
 
@@ -265,6 +260,8 @@ def main() -> None:
     parser.add_argument("--products", action="store_true", help="products alone; needs PyTorch")
     parser.add_argument("--rounds", type=int, default=25, help="turns of each (default: 25)")
     args = parser.parse_args()
+    if torch is None and args.products:
+        parser.error("--products needs PyTorch")
     if torch is None:
         print("PyTorch is not installed: times alone", file=sys.stderr)
     else:
@@ -300,9 +297,7 @@ def print_products() -> None:
         for _ in range(60):
             for step, found in zip(steps, times):
                 step()
-                start = time.perf_counter()
-                step()
-                found.append(time.perf_counter() - start)
+                found.append(seconds_of(step))
         rates = [2 * N * d * d_ff / statistics.median(found) / 1e9 for found in times]
         print(f"{N:4} {d:8} {d_ff:5}",
               *(f"{here:5.0f} / {there:3.0f}" for here, there in zip(rates[:3], rates[3:])))

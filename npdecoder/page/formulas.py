@@ -121,8 +121,7 @@ FORMULAS |= {
     ("GELU", "forward", "tanh"): (
         ["u = sqrt{frac{2}{pi}} ( x + 0.044715 x^3 )", "Phi = frac{1}{2} ( 1 + tanh(u) )",
          "dPhi = frac{1}{2} ( 1 - tanh(u)^2 ) * sqrt{frac{2}{pi}} ( 1 + 3 · 0.044715 x^2 )",
-         "y = x * Phi",
-         "slope = Phi + x * dPhi"],
+         "y = x * Phi", "slope = Phi + x * dPhi"],
         ["dx = dy * slope"],
     ),
     ("Dropout", "forward", ""): (["y = x"], ["dx = dy"]),
