@@ -83,12 +83,14 @@ class Parameter:
 
     def add_product(self, a: Array, b: Array) -> None:
         """grad += a @ b."""
-        if not self.is_written:  # 0 + a @ b, in one pass over the array
-            out = np.empty_like(self._value) if self._grad is None else self._grad
-            self._grad = np.dot(a, b, out=out)  # not matmul: quicker if small
+        # dot and not matmul: quicker if small
+        if self._grad_is_old:  # 0 + a @ b, in one pass over the array
+            a.dot(b, self._grad)
             self._grad_is_old = False
+        elif self._grad is None:
+            self._grad = a.dot(b, np.empty_like(self._value))
         else:
-            self._grad += np.dot(a, b)
+            self._grad += a.dot(b)
 
     def add_grads(self, arrays: Sequence[Array]) -> None:
         """grad += each of the arrays, in their order, in as few passes as may be.
@@ -330,7 +332,7 @@ def float_dtype(name: str, dtype: DTypeLike) -> np.dtype[Any]:
             f"{name} has dtype {native}, expected float32, float64 or longdouble "
             f"(convert with .astype(np.float32))"
         )
-    return native
+    return FLOAT_DTYPES[FLOAT_DTYPES.index(native)]  # NumPy compares an object with itself quickly
 
 
 def rectangular(name: str, x: ArrayLike) -> Array:
@@ -350,7 +352,7 @@ def rectangular_ids(name: str, ids: ArrayLike) -> Array:
 def as_array(name: str, x: ArrayLike, dtype: DTypeLike | None = None) -> Array:
     """x as a native float array: of dtype if given, else of its own, which must be a float."""
     # nearly always: what one layer hands to the next
-    if type(x) is np.ndarray and x.dtype in FLOAT_DTYPES and (dtype is None or x.dtype == dtype):
+    if type(x) is np.ndarray and (x.dtype in FLOAT_DTYPES if dtype is None else x.dtype == dtype):
         return x
     array = rectangular(name, x)
     if dtype is None:
@@ -504,8 +506,8 @@ def uniform_xavier(
 
 def for_each(parameters: Sequence[Parameter], do: Callable[[int], None]) -> None:
     """do(n) for the number n of each parameter, which changes it alone; large ones in threads."""
-    threads = min(num_cores(), sum(parameter.size for parameter in parameters) // LARGE)
-    if threads < 2:
+    threads = sum(parameter.size for parameter in parameters) // LARGE
+    if threads < 2 or (threads := min(num_cores(), threads)) < 2:
         for n in range(len(parameters)):
             do(n)
         return
@@ -552,9 +554,9 @@ def flat_blocks(size: int, *arrays: Array) -> Iterable[tuple[Array, ...]]:
 
 
 @lru_cache(64)
-def filled(n: int, divisor: int, dtype: np.dtype[Any]) -> Array:
-    """(n, 1), read-only, each 1 / divisor: a product with it is a sum, or a mean."""
-    array = np.ones((n, 1), dtype) / dtype.type(divisor)
+def filled(n: int, m: int, divisor: int, dtype: np.dtype[Any]) -> Array:
+    """(n, m), read-only, each 1 / divisor: a product with it is a sum, or a mean."""
+    array = np.ones((n, m), dtype) / dtype.type(divisor)
     array.flags.writeable = False
     return array
 
@@ -562,7 +564,7 @@ def filled(n: int, divisor: int, dtype: np.dtype[Any]) -> Array:
 @lru_cache(64)
 def ones(n: int, dtype: np.dtype[Any]) -> Array:
     """(n,), read-only."""
-    return filled(n, 1, dtype)[:, 0]
+    return filled(n, 1, 1, dtype)[:, 0]
 
 
 def add_rows(grad: Array, ids: NDArray[np.intp], rows: Array) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,15 +130,17 @@ class Optimizer:
     def step(self) -> None:
         """One update of every parameter, from its .grad, which stays as it is."""
         self.steps += 1
-        states = iter(self._current_states())
         updates: list[tuple[Parameter, dict[str, Array], dict[str, float], float]] = []
+        first = 0
         for group, flat in zip(self.groups, self._flat, strict=True):
-            of_group = list(islice(states, len(group.parameters)))
-            pairs = list(zip(group.parameters, of_group))
+            after, lr = first + len(group.parameters), self.lr * group.lr_scale
             if flat is not None and flat.holds(group.parameters):
-                pairs = [(flat.whole, flat.state)]
-            lr = self.lr * group.lr_scale
-            updates += [(parameter, state, group.options, lr) for parameter, state in pairs]
+                updates.append((flat.whole, flat.state, group.options, lr))
+            else:
+                states = self._current_states()[first:after]
+                updates += [(parameter, state, group.options, lr)
+                            for parameter, state in zip(group.parameters, states, strict=True)]
+            first = after
         for_each([update[0] for update in updates], lambda n: self.update(*updates[n]))
 
     def new_state(self, parameter: Parameter, options: Mapping[str, float]) -> dict[str, Array]:

@@ -28,6 +28,7 @@ from npdecoder.layers import attention
 from npdecoder.layers.softmax import MANY
 from npdecoder.optim import BLOCK
 from npdecoder.sums import (
+    centred,
     matmul_heads,
     mean_last,
     mean_product,
@@ -145,6 +146,20 @@ def test_sums_and_means_of_the_last_axis(dtype, shape, einsum, monkeypatch):
                         (mean_product(x, z), (x * z).mean(axis=-1, keepdims=True))]:  # fmt: skip
         assert y.dtype == dtype
         np.testing.assert_allclose(y, expected, rtol=0, atol=1e3 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.longdouble])
+@pytest.mark.parametrize("shape", [(7,), (5, 1), (3, 0, 4), (5, 7), (2, 3, 7), (2, 3, 700)])
+def test_rows_less_their_mean(dtype, shape):
+    x = (5 + np.random.default_rng(3).standard_normal(shape)).astype(dtype)
+    before = x.copy()
+    expected = x - x.mean(axis=-1, keepdims=True)
+    y = centred(x)
+    assert_equal(x, before)
+    assert (y.dtype, y.shape) == (dtype, shape)
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e3 * np.finfo(dtype).eps)
+    assert centred(x, x) is x
+    assert_equal(x, y)
 
 
 @pytest.mark.parametrize("batch", [(), (2,), (3, 2), (2, 3, 5)])

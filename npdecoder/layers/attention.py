@@ -113,13 +113,15 @@ def check_qkv(q: ArrayLike, k: ArrayLike, v: ArrayLike) -> tuple[Array, Array, A
     q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}, expected one dtype")
-    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    problem = ""
     if min(q.ndim, k.ndim, v.ndim) < 2 or not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
-        raise ValueError(f"{shapes}: expected the same leading axes (B, h) in all three")
-    if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
-        raise ValueError(f"{shapes}: query and key need the same width d_k > 0")
-    if k.shape[-2] != v.shape[-2]:
-        raise ValueError(f"{shapes}: key and value need the same length S")
+        problem = "expected the same leading axes (B, h) in all three"
+    elif q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
+        problem = "query and key need the same width d_k > 0"
+    elif k.shape[-2] != v.shape[-2]:
+        problem = "key and value need the same length S"
+    if problem:
+        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}: {problem}")
     return q, k, v
 
 

@@ -18,7 +18,7 @@ from npdecoder.core import (
     non_negative,
     positive_int,
 )
-from npdecoder.sums import mean_last, mean_product, over
+from npdecoder.sums import centred, mean_product, over
 
 
 class LayerNormContext(NamedTuple):
@@ -51,8 +51,8 @@ class LayerNorm(Layer):
         x = as_input("x", x, len(gamma), gamma.dtype)
 
         # 1. centre. Twice: where x is large beside its spread, the first mean is itself rounded.
-        nearly = x - mean_last(x)
-        xc = np.subtract(nearly, mean_last(nearly), out=over(nearly))
+        nearly = centred(x)
+        xc = centred(nearly, over(nearly))
         # 2. the reciprocal of the standard deviation
         var = mean_product(xc, xc)
         rstd = 1.0 / np.sqrt(var + self.eps)
@@ -98,5 +98,5 @@ class LayerNorm(Layer):
         np.subtract(dx_hat, dxc, out=dxc)
         dxc *= rstd
         # 1. xc = x - mean(x)
-        dx: Array = np.subtract(dxc, mean_last(dxc), out=over(dxc))
+        dx = centred(dxc, over(dxc))
         return dx

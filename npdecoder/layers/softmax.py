@@ -35,18 +35,19 @@ def log_softmax(x: ArrayLike, axis: int = -1) -> Array:
     x, axis = as_array("x", x), integer("axis", axis)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         below = _below_max(x, axis)
-        Z = np.exp(below).sum(axis=axis, keepdims=True)
-        Z += Z == 0
+        Z = np.maximum(np.exp(below).sum(axis=axis, keepdims=True), 1)
         below -= np.log(Z)  # in place: of a large vocabulary one array less
     return below
 
 
 def _e_and_Z(x: Array, axis: int) -> tuple[Array, Array]:
-    """exp(x - max(x)), and its sum along axis, or 1 where nothing is visible: 0 / 1 for 0 / 0."""
+    """exp(x - max(x)), and its sum along axis, or 1 where nothing is visible: 0 / 1 for 0 / 0.
+
+    Where anything is, the sum is at least 1, which is exp(0) of the largest.
+    """
     # y is the same for x + c: with c = -max(x), exp cannot overflow
     e = np.exp(_below_max(x, axis))
-    Z = e.sum(axis=axis, keepdims=True)
-    Z += Z == 0
+    Z = np.maximum(e.sum(axis=axis, keepdims=True), 1)
     return e, Z
 
 
