@@ -29,6 +29,11 @@ Array = NDArray[Any]
 LARGE = 1_000_000  # numbers that are worth a thread
 FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.longdouble))
 
+# glibc gives freed arrays back to the system, which clears each page before it gives it again: up
+# to two fifths of a step. Once it has freed an array of this size, it keeps twice as much for the
+# next step (mallopt(3), M_MMAP_THRESHOLD). Nobody writes to this one: it takes no memory.
+np.empty(31 << 20, np.uint8)
+
 
 class Parameter:
     """A weight and its gradient.

@@ -5,7 +5,6 @@ NumPy reduces short rows one by one, at some 50 ns each; a product with ones goe
 
 from __future__ import annotations
 
-import math
 import sys
 
 import numpy as np
@@ -56,10 +55,10 @@ def matmul_rows(x: Array, W: Array) -> Array:
 
     For x (B, T, n) x @ W would be B of them. And dot is quicker than matmul where both are small.
     """
-    if x.size * W.shape[1] < FEW:
+    n, m = W.shape
+    if x.size * m < FEW:
         return x.dot(W)  # row by row, without the reshapes
-    *outer, n = x.shape
-    return x.reshape(math.prod(outer), n).dot(W).reshape(*outer, W.shape[1])
+    return x.reshape(-1, n).dot(W).reshape((*x.shape[:-1], m))
 
 
 def over(x: Array) -> Array:

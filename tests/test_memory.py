@@ -1,5 +1,10 @@
 """How much memory the computations take at their peak, as tracemalloc sees it (NumPy tells it)."""
 
+import os
+import platform
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from helpers import measured, walk
@@ -96,3 +101,31 @@ def test_a_step_takes_little_more_than_ctx_parameters_and_gradients(make, dropou
     kept = ctx_bytes(ctx, *values, *inputs, y)
     assert kept > 3 * parameters  # so that this says something of ctx
     assert step < 1.3 * (kept + 2 * parameters)
+
+
+STEPS = """
+import resource
+import numpy as np
+from npdecoder import Decoder, causal_mask
+
+model = Decoder(2, 64, 4, rng=0)
+x, memory = np.ones((2, 8, 32, 64), np.float32)
+for _ in range(9):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    y, ctx = model.forward(x, memory, target_mask=causal_mask(32))
+    model.backward(ctx, y)
+    y = ctx = None
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc, in core")
+def test_what_a_step_frees_is_there_for_the_next():
+    """Not with the system, which clears each page of 4 KB when it is first written to: a fault."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS], env=environment, capture_output=True, text=True, check=True
+    )
+    faults = [int(line) for line in done.stdout.split()]
+    assert faults[0] > 100  # of 4 MB that the step takes: it is counted
+    assert max(faults[-3:]) < 20

@@ -59,8 +59,9 @@ def _quick_e_and_Z(x: Array) -> tuple[Array, Array]:
     """
     e = np.exp(x)
     Z = sum_last(e)
-    unsafe = ~((Z > 1 / FAR) & (Z < FAR))[..., 0]  # NaN is unsafe
-    if unsafe.any():
+    safe = (Z > 1 / FAR) & (Z < FAR)  # NaN is not
+    if not safe.all():
+        unsafe = ~safe[..., 0]
         e[unsafe], Z[unsafe] = _e_and_Z(x[unsafe], -1)
     return e, Z
 

@@ -322,7 +322,7 @@ KINDS["scale and eps"] = [
 
 KINDS["fast paths"] = [
     Mutant("many numbers: rows that exp cannot hold are left", "layers/softmax.py",
-           "if unsafe.any():", "if False:", FAST),
+           "if not safe.all():", "if False:", FAST),
     Mutant("many numbers: a vanished sum is called safe", "layers/softmax.py",
            "(Z > 1 / FAR) & (Z < FAR)", "(Z == Z) & (Z < FAR)", FAST),
     Mutant("many numbers: an infinite sum is called safe", "layers/softmax.py",
@@ -520,6 +520,8 @@ KINDS["what only saves time or memory"] = [
            "S.dtype.type(0)", "S.dtype.type(1)", FAST),
     Mutant("each group takes the states of the first", "optim.py",
            "            first = after\n", "", FAST),
+    Mutant("what a step frees goes back to the system", "core.py",
+           "np.empty(31 << 20, np.uint8)\n", "", "test_memory.py"),
     Mutant("the mean of few numbers is a sum", "sums.py",
            "filled(n, n, n, x.dtype)", "filled(n, n, 1, x.dtype)", FAST),
     Mutant("a new place for a gradient is read as it was", "core.py",
