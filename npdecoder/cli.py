@@ -494,7 +494,8 @@ def _train(args: argparse.Namespace) -> int:
     report = _show(translator, (held_out or train_pairs)[:5])
     print(f"\ntraining loss {run.progress.loss:.4f}")
     if held_out_ids:
-        print(f"validation loss {_loss(translator.model, held_out_ids):.4f}")
+        loss = run.validation_loss(lambda: _loss(translator.model, held_out_ids))
+        print(f"validation loss {loss:.4f}")
         print(f"  of word frequencies alone {_unigram_loss(translator, train_pairs, held_out):.4f}")
         print(f"  with the source hidden    {_loss(_blind(translator.model), held_out_ids):.4f}")
         print(f"held-out exact match: {100 * translator.exact_match(held_out[:500]):.1f} %"
@@ -574,12 +575,13 @@ def _train_lm(args: argparse.Namespace) -> int:
         _threads(args.threads, model, o, o["context"]),
     )
 
-    def validation_loss() -> float:
-        return evaluate(model, CrossEntropy(), windows(held_out, o["context"], 64, None))
+    def validate() -> float:
+        size = max(1, 1000 // o["context"])  # then what one layer leaves to the next is in a cache
+        return evaluate(model, CrossEntropy(), windows(held_out, o["context"], size, None))
 
     _say_resumed(run)
     schedule = cosine_schedule(o["lr"], o["steps"], min(o["warmup"], o["steps"]), o["final_lr"])
-    run.train(CrossEntropy(), schedule, validation_loss if len(held_out) > 1 else None)
+    run.train(CrossEntropy(), schedule, validate if len(held_out) > 1 else None)
     print(f"{run.progress.tokens_per_second():,.0f} tokens/s", file=sys.stderr)
 
     some = train_ids[None, : min(o["context"], 16)]
@@ -592,7 +594,7 @@ def _train_lm(args: argparse.Namespace) -> int:
     if len(held_out) > 1:
         frequencies = np.bincount(train_ids, minlength=len(product.characters)) + 1.0
         log_p = np.log(frequencies / frequencies.sum())
-        print(f"validation loss {validation_loss():.4f}")
+        print(f"validation loss {run.validation_loss(validate):.4f}")
         print(f"  of character frequencies alone {-log_p[held_out[1:]].mean():.4f}")
     _conclude(report, args.out, f"generate {args.out}")
     return 0 if report.ok else 1

@@ -100,6 +100,11 @@ class Run:
             progress=self.progress,
         )
 
+    def validation_loss(self, validate: Callable[[], float]) -> float:
+        """That after the last update, once more from validate if no update was made here."""
+        last = self.progress.validation_loss
+        return validate() if last is None else last
+
 
 def fingerprint(data: str) -> str:
     return hashlib.sha256(data.encode("utf-8", "surrogatepass")).hexdigest()
