@@ -23,6 +23,7 @@ meets in a feed-forward layer, on one core, again and again, so that all of it i
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -270,13 +271,27 @@ def main() -> None:
             print_products()
             return
     top = peak()
-    print(f"NumPy {np.__version__}, PyTorch {torch.__version__ if torch else 'none'}; "
+    print(f"NumPy {np.__version__}{kernels()}, PyTorch {torch.__version__ if torch else 'none'}; "
           f"matrix products alone: {top / 1e9:.0f} GFLOP/s\n")
     print("layers d_model heads d_ff  B   T      here  PyTorch  ratio  reach   aim  of peak "
           "(PyTorch)")
     for n in args.rows:
         with ExitStack() as open_replicas:
             print_row(n, args.rounds, top, open_replicas)
+
+
+def kernels() -> str:
+    """For which processor NumPy's BLAS computes, if it tells."""
+    if pinned := os.environ.get("OPENBLAS_CORETYPE"):
+        print(f"OPENBLAS_CORETYPE={pinned} is set: OpenBLAS may do better with what it chooses "
+              "itself", file=sys.stderr)
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError:
+        return ""
+    libraries = [library for library in threadpool_info() if "numpy" in library["filepath"]]
+    return "".join(f" ({library['internal_api']} {library['version']} for "
+                   f"{library.get('architecture', 'any processor')})" for library in libraries)
 
 
 def print_products() -> None:
