@@ -64,10 +64,15 @@ def matmul_rows(x: Array, W: Array) -> Array:
 def over(x: Array) -> Array:
     """Where to put (out=) what takes the place of x, which is not read again: in x itself.
 
-    It stays in the cache and takes no memory of its own. An array like x while a Trace looks on
-    (sys.setprofile), or a debugger that works by sys.settrace: then every name keeps its numbers.
+    It stays in the cache and takes no memory of its own. An array like x while somebody looks on:
+    then every name keeps its numbers.
     """
-    return x if sys.getprofile() is None and sys.gettrace() is None else np.empty_like(x)
+    return np.empty_like(x) if watched() else x
+
+
+def watched() -> bool:
+    """Whether a Trace looks on (sys.setprofile), or a debugger that works by sys.settrace."""
+    return sys.getprofile() is not None or sys.gettrace() is not None
 
 
 def transposed(x: Array) -> Array:

@@ -85,8 +85,22 @@ def decoder(dropout):
     return model, (x, memory), {"target_mask": causal_mask(64)}
 
 
+def of_long_sequences(dropout):
+    """Where the scores are most of ctx."""
+    model = Decoder(2, 64, 4, dropout=dropout, rng=0)
+    x, memory = np.random.default_rng(0).standard_normal((2, 4, 256, 64), dtype=np.float32)
+    return model, (x, memory), {"target_mask": causal_mask(256)}
+
+
+def of_one_long_sequence(dropout):
+    config = LanguageModelConfig(65, d_model=64, num_heads=4, num_layers=4, max_len=500,
+                                 dropout=dropout)  # fmt: skip
+    ids = np.random.default_rng(0).integers(0, 65, (1, 500))
+    return LanguageModel(config, 0), (ids,), {}
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("make", [language_model, decoder])
+@pytest.mark.parametrize("make", [language_model, decoder, of_long_sequences, of_one_long_sequence])
 def test_a_step_takes_little_more_than_ctx_parameters_and_gradients(make, dropout):
     """Logits apart. A layer forgets what it computed in between before the next begins."""
     model, inputs, options = make(dropout)

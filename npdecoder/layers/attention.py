@@ -12,9 +12,10 @@ from npdecoder.core import Array, Layer, as_array, as_gradient, fraction
 from npdecoder.layers.dropout import Dropout, DropoutContext
 from npdecoder.layers.softmax import Softmax, SoftmaxContext
 from npdecoder.masks import as_mask
-from npdecoder.sums import matmul_heads, over, transposed
+from npdecoder.sums import matmul_heads, over, transposed, watched
 
 MANY = 5000  # scores of which the quick way to mask pays
+PART = 1 << 18  # scores that backward takes at once, where they are many
 
 
 class AttentionContext(NamedTuple):
@@ -93,6 +94,8 @@ class ScaledDotProductAttention(Layer):
         q, k, v, _, A_dropped, softmax, dropout = ctx
         d_k = q.shape[-1]
         dy = as_gradient("dy", dy, (*q.shape[:-1], v.shape[-1]), q.dtype)
+        if A_dropped.size > PART and dy.ndim > 2 and self._may_part():
+            return self._backward_in_parts(ctx, dy)
 
         # 5. context = A_dropped @ v
         dA_dropped = dy @ transposed(v)
@@ -107,6 +110,33 @@ class ScaledDotProductAttention(Layer):
         dk = matmul_heads(dS.swapaxes(-1, -2), q)
         dk /= math.sqrt(d_k)
         return dq, dk, dv
+
+    def _may_part(self) -> bool:
+        """Whether nobody looks on, and neither softmax nor dropout is a layer of one's own."""
+        return type(self.softmax) is Softmax and type(self.dropout) is Dropout and not watched()
+
+    def _backward_in_parts(self, ctx: AttentionContext, dy: Array) -> tuple[Array, Array, Array]:
+        """backward of one part of the first axis after the other, which nothing crosses.
+
+        dA and dS are then as small as a part is, where each was as large as all of A.
+        """
+        backward = ScaledDotProductAttention.backward  # not that of a subclass, which called it
+        if len(dy) == 1:
+            dq, dk, dv = backward(self, _part(ctx, 0), dy[0])
+            return dq[None], dk[None], dv[None]
+        n = max(1, PART // ctx.A[0].size)
+        parts = [slice(start, start + n) for start in range(0, len(dy), n)]
+        gradients = [backward(self, _part(ctx, part), dy[part]) for part in parts]
+        dq, dk, dv = (np.concatenate(pieces) for pieces in zip(*gradients))
+        return dq, dk, dv
+
+
+def _part(ctx: AttentionContext, part: int | slice) -> AttentionContext:
+    q, k, v, A, A_dropped = (array[part] for array in ctx[:5])
+    softmax = SoftmaxContext(ctx.softmax.y[part])
+    keep = None if ctx.dropout.keep is None else ctx.dropout.keep[part]
+    dropout = DropoutContext(keep, A.shape, A.dtype)
+    return AttentionContext(q, k, v, A, A_dropped, softmax, dropout)
 
 
 def check_qkv(q: ArrayLike, k: ArrayLike, v: ArrayLike) -> tuple[Array, Array, Array]:
