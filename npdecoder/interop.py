@@ -425,10 +425,7 @@ class _Reader:
         return value
 
     def _record(self, name: str) -> bytes:
-        name = f"{self.folder}/{name}"
-        if name not in self.records:
-            raise ValueError(f"the file has no record {name!r}")
-        return self.archive.read(self.records[name])
+        return self.archive.read(self.records[f"{self.folder}/{name}"])
 
     def _unpickle(self, data: bytes) -> Any:
         """Run the stack machine that a pickle is a program for, with the opcodes that are known.

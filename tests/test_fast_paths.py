@@ -135,6 +135,7 @@ def test_attention_with_many_scores_is_that_of_each_head(shape):
 @pytest.mark.parametrize("part", [1, 29 * 37 + 1, 5 * 29 * 37])
 @pytest.mark.parametrize("batch", [(3, 2), (1, 3), (5, 1), (1, 1), (7,), (2, 1, 3), ()])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.usefixtures("unwatched")
 def test_backward_of_attention_in_parts_is_that_of_the_whole(part, batch, dropout, monkeypatch):
     rng = np.random.default_rng(2)
     q, k, v, dy = (rng.standard_normal((*batch, *size)) for size in [(29, 5), (37, 5), (37, 7),
@@ -151,6 +152,7 @@ def test_backward_of_attention_in_parts_is_that_of_the_whole(part, batch, dropou
     assert_equal(layer.backward(ctx, dy), gradients)
 
 
+@pytest.mark.usefixtures("unwatched")
 def test_backward_in_parts_is_for_layers_of_our_own_and_while_nobody_looks_on(monkeypatch):
     """Somebody's softmax may cross sequences, and a Trace shows dA and dS of all."""
 
@@ -315,6 +317,7 @@ def test_what_looks_on_changes_no_layout():
     assert_equal(watched[1], alone[1])
 
 
+@pytest.mark.usefixtures("unwatched")
 def test_an_intermediate_keeps_its_numbers_only_while_somebody_looks_on():
     x = np.ones(3)
     assert over(x) is x

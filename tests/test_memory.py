@@ -101,6 +101,7 @@ def of_one_long_sequence(dropout):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("make", [language_model, decoder, of_long_sequences, of_one_long_sequence])
+@pytest.mark.usefixtures("unwatched")
 def test_a_step_takes_little_more_than_ctx_parameters_and_gradients(make, dropout):
     """Logits apart. A layer forgets what it computed in between before the next begins."""
     model, inputs, options = make(dropout)
