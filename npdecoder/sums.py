@@ -13,6 +13,8 @@ from npdecoder.core import Array, filled
 
 FEW = 500  # numbers, or multiplications, that take no longer than one call of NumPy
 MANY = 5000  # numbers from which on a layout that saves a copy pays
+ROWS = 16  # of a matrix, from which on it pays to copy what they are multiplied with
+NARROW = 32  # unless that is wider
 EINSUM = 20_000  # from which on einsum pays, which is slow to begin
 
 
@@ -75,13 +77,16 @@ def watched() -> bool:
     return sys.getprofile() is not None or sys.gettrace() is not None
 
 
-def transposed(x: Array) -> Array:
-    """x.swapaxes(-1, -2), copied if there is much of it.
+def transposed(x: Array, rows: int = ROWS) -> Array:
+    """x.swapaxes(-1, -2), copied if a product of that many rows with it is quicker then.
 
-    BLAS is up to twice as fast with the copies of many small matrices.
+    BLAS is up to twice as fast with the copies of many small matrices. But few rows, such as the
+    one query of a new token, take less time than a copy of all keys.
     """
     view = x.swapaxes(-1, -2)
-    return view if x.size < FEW else np.ascontiguousarray(view)
+    if x.size < FEW or rows < ROWS or x.shape[-1] > NARROW:
+        return view
+    return np.ascontiguousarray(view)
 
 
 def matmul_heads(x: Array, y: Array) -> Array:

@@ -226,6 +226,20 @@ def test_products_of_heads(batch, monkeypatch):
         assert np.shares_memory(merge_heads(product), product)
 
 
+@pytest.mark.parametrize(
+    ("shape", "rows", "copied"),
+    [((3, 2, 64, 16), 64, True),
+     ((3, 2, 64, 16), 1, False),  # the query of a new token
+     ((3, 2, 64, 64), 64, False),
+     ((3, 2, 5, 7), 64, False)],
+)  # fmt: skip
+def test_what_is_transposed_is_copied_where_that_pays(shape, rows, copied):
+    x = np.random.default_rng(4).standard_normal(shape)
+    y = transposed(x, rows)
+    assert_equal(y, x.swapaxes(-1, -2))
+    assert np.shares_memory(x, y) != copied
+
+
 # Gradients of a Parameter, which may be old numbers that are to be read as zeros
 
 

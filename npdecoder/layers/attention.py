@@ -61,7 +61,7 @@ class ScaledDotProductAttention(Layer):
         d_k = q.shape[-1]
 
         # 1. the score of each query with each key
-        S = (q / math.sqrt(d_k)) @ transposed(k)
+        S = (q / math.sqrt(d_k)) @ transposed(k, q.shape[-2])
         # 2. what may not be attended to
         S_masked = apply_mask(S, mask)
         # 3. weights, each row a distribution over the keys
@@ -98,7 +98,7 @@ class ScaledDotProductAttention(Layer):
             return self._backward_in_parts(ctx, dy)
 
         # 5. context = A_dropped @ v
-        dA_dropped = dy @ transposed(v)
+        dA_dropped = dy @ transposed(v, dy.shape[-2])
         dv = matmul_heads(A_dropped.swapaxes(-1, -2), dy)
         # 4. A_dropped = dropout(A)
         dA = self.dropout.backward(dropout, dA_dropped)

@@ -529,6 +529,8 @@ KINDS["what only saves time or memory"] = [
            "type(self.softmax) is Softmax and ", "", FAST),
     Mutant("attention in parts though a Trace looks on", "layers/attention.py",
            " and not watched()", "", FAST),
+    Mutant("all keys are copied for one query", "sums.py",
+           "rows < ROWS or ", "", FAST),
     Mutant("attention is never in parts", "layers/attention.py",
            "if A_dropped.size > PART and", "if False and", "test_memory.py"),
     Mutant("what a step frees goes back to the system", "core.py",
