@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
@@ -32,7 +33,8 @@ FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.longdoub
 # glibc gives freed arrays back to the system, which clears each page before it gives it again: up
 # to two fifths of a step. Once it has freed an array of this size, it keeps twice as much for the
 # next step (mallopt(3), M_MMAP_THRESHOLD). Nobody writes to this one: it takes no memory.
-np.empty(31 << 20, np.uint8)
+with suppress(MemoryError):  # but a limit counts it
+    np.empty(31 << 20, np.uint8)
 
 
 class Parameter:
