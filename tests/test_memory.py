@@ -144,3 +144,21 @@ def test_what_a_step_frees_is_there_for_the_next():
     faults = [int(line) for line in done.stdout.split()]
     assert faults[0] > 100  # of 4 MB that the step takes: it is counted
     assert max(faults[-3:]) < 20
+
+
+TIGHT = """
+import resource
+import numpy
+with open("/proc/self/statm") as file:
+    size = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (20 << 20),) * 2)
+import npdecoder
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="as Linux tells and limits it")
+def test_import_with_20_mb_to_spare():
+    done = subprocess.run(
+        [sys.executable, "-c", TIGHT], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
