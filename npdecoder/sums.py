@@ -1,4 +1,5 @@
-"""Sums and products as NumPy computes them quickest, each function says what it equals; and `over`.
+"""Sums and products as NumPy computes them quickest, each function says what it equals; and `over`,
+where what takes the place of another array may be put.
 
 NumPy reduces short rows one by one, at some 50 ns each; a product with ones goes through BLAS.
 """
