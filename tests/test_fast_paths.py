@@ -136,27 +136,35 @@ def test_attention_with_many_scores_is_that_of_each_head(shape):
 @pytest.mark.parametrize("batch", [(3, 2), (1, 3), (5, 1), (1, 1), (7,), (2, 1, 3), ()])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.usefixtures("unwatched")
-def test_backward_of_attention_in_parts_is_that_of_the_whole(part, batch, dropout, monkeypatch):
+def test_attention_in_parts_is_that_of_the_whole(part, batch, dropout, monkeypatch):
     rng = np.random.default_rng(2)
     q, k, v, dy = (rng.standard_normal((*batch, *size)) for size in [(29, 5), (37, 5), (37, 7),
                                                                     (29, 7)])  # fmt: skip
     mask = rng.random((29, 37)) < 0.5
     layer = ScaledDotProductAttention(dropout)
-    _, ctx = layer.forward(q, k, v, mask, np.random.default_rng(3))
+    whole, ctx = layer.forward(q, k, v, mask, np.random.default_rng(3))
     expected = layer.backward(ctx, dy)
     monkeypatch.setattr(attention, "PART", part)
-    for array in (*ctx[:5], dy):
+    for array in (q, k, v, *ctx[:5], dy):
         array.flags.writeable = False
+    context, ctx_in_parts = layer.forward(q, k, v, mask, np.random.default_rng(3))
+    assert_close(context, whole, 1e-14)
+    assert_close(ctx_in_parts[:5], ctx[:5], 1e-14)
+    assert ctx_in_parts.softmax.y is ctx_in_parts.A
     gradients = layer.backward(ctx, dy)
     assert_close(gradients, expected, 1e-14)
     assert_equal(layer.backward(ctx, dy), gradients)
 
 
 @pytest.mark.usefixtures("unwatched")
-def test_backward_in_parts_is_for_layers_of_our_own_and_while_nobody_looks_on(monkeypatch):
-    """Somebody's softmax may cross sequences, and a Trace shows dA and dS of all."""
+def test_parts_are_for_layers_of_our_own_and_while_nobody_looks_on(monkeypatch):
+    """Somebody's softmax may cross sequences, and a Trace shows S, dA and dS of all."""
 
     class DividedByBatch(Softmax):
+        def forward(self, x):
+            y, ctx = super().forward(x)
+            return y / len(x), ctx
+
         def backward(self, ctx, dy):
             return super().backward(ctx, dy) / len(dy)
 
@@ -171,15 +179,18 @@ def test_backward_in_parts_is_for_layers_of_our_own_and_while_nobody_looks_on(mo
     q, k, v, dy = rng.standard_normal((4, 3, 2, 7, 5))
     own, counting = ScaledDotProductAttention(), Counting()
     own.softmax = DividedByBatch()
-    _, ctx = own.forward(q, k, v)
+    context, ctx = own.forward(q, k, v)
     expected, right = own.backward(ctx, dy), counting.backward(ctx, dy)
     monkeypatch.setattr(attention, "PART", 1)
+    assert_equal(own.forward(q, k, v)[0], context)
     assert_equal(own.backward(ctx, dy), expected)
     assert_close(counting.backward(ctx, dy), right, 1e-14)
     assert calls == [3, 3]
     with Trace(counting) as trace:
+        _, ctx = counting.forward(q, k, v)
         counting.backward(ctx, dy)
     assert trace[""]["dS"].shape == (3, 2, 7, 7)
+    assert_close(trace[""]["S"], q @ k.swapaxes(-1, -2) / 5**0.5, 1e-14)
 
 
 # Sums and products

@@ -15,6 +15,7 @@ from npdecoder import (
     Embedding,
     LanguageModel,
     LanguageModelConfig,
+    ScaledDotProductAttention,
     causal_mask,
 )
 
@@ -116,6 +117,20 @@ def test_a_step_takes_little_more_than_ctx_parameters_and_gradients(make, dropou
     kept = ctx_bytes(ctx, *values, *inputs, y)
     assert kept > 3 * parameters  # so that this says something of ctx
     assert step < 1.3 * (kept + 2 * parameters)
+
+
+@pytest.mark.usefixtures("unwatched")
+def test_attention_takes_the_memory_of_its_weights_once():
+    """The weights lie where the scores were, and what is on the way is small."""
+    q, k, v, dy = np.random.default_rng(0).standard_normal((4, 2, 3, 700, 16), dtype=np.float32)
+    attention = ScaledDotProductAttention()
+    with measured() as found:
+        _, ctx = attention.forward(q, k, v, causal_mask(700))
+    weights = ctx.A.nbytes
+    assert weights < found.peak < 1.3 * weights
+    with measured() as found:
+        attention.backward(ctx, dy)
+    assert found.peak < 0.5 * weights
 
 
 STEPS = """

@@ -15,7 +15,7 @@ from npdecoder.masks import as_mask
 from npdecoder.sums import matmul_heads, over, transposed, watched
 
 MANY = 5000  # scores of which the quick way to mask pays
-PART = 1 << 18  # scores that backward takes at once, where they are many
+PART = 1 << 18  # scores that are taken at once, where they are many
 
 
 class AttentionContext(NamedTuple):
@@ -65,7 +65,10 @@ class ScaledDotProductAttention(Layer):
         # 2. what may not be attended to
         S_masked = apply_mask(S, mask)
         # 3. weights, each row a distribution over the keys
-        A, softmax = self.softmax.forward(S_masked)
+        if self._may_part(S_masked):
+            A, softmax = self._softmax_in_parts(S_masked)
+        else:
+            A, softmax = self.softmax.forward(S_masked)
         # 4. dropout
         A_dropped, dropout = self.dropout.forward(A, rng)
         # 5. the weighted sum of the values
@@ -94,7 +97,7 @@ class ScaledDotProductAttention(Layer):
         q, k, v, _, A_dropped, softmax, dropout = ctx
         d_k = q.shape[-1]
         dy = as_gradient("dy", dy, (*q.shape[:-1], v.shape[-1]), q.dtype)
-        if A_dropped.size > PART and dy.ndim > 2 and self._may_part():
+        if dy.ndim > 2 and self._may_part(A_dropped):
             return self._backward_in_parts(ctx, dy)
 
         # 5. context = A_dropped @ v
@@ -111,9 +114,23 @@ class ScaledDotProductAttention(Layer):
         dk /= math.sqrt(d_k)
         return dq, dk, dv
 
-    def _may_part(self) -> bool:
-        """Whether nobody looks on, and neither softmax nor dropout is a layer of one's own."""
-        return type(self.softmax) is Softmax and type(self.dropout) is Dropout and not watched()
+    def _may_part(self, scores: Array) -> bool:
+        """Whether they are many, nobody looks on, and softmax and dropout are those from here."""
+        own = type(self.softmax) is Softmax and type(self.dropout) is Dropout
+        return scores.size > PART and own and not watched()
+
+    def _softmax_in_parts(self, S_masked: Array) -> tuple[Array, SoftmaxContext]:
+        """softmax.forward of one part of the rows after the other, in the place of the scores.
+
+        What is on the way to A is then as small as a part is, and stays in the cache.
+        """
+        rows = S_masked.reshape(-1, S_masked.shape[-1])
+        n = max(1, PART // rows.shape[-1])
+        for start in range(0, len(rows), n):
+            part = rows[start : start + n]
+            part[...], _ = self.softmax.forward(part)
+        A = rows.reshape(S_masked.shape)
+        return A, SoftmaxContext(A)
 
     def _backward_in_parts(self, ctx: AttentionContext, dy: Array) -> tuple[Array, Array, Array]:
         """backward of one part of the first axis after the other, which nothing crosses.
