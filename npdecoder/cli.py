@@ -26,7 +26,7 @@ from npdecoder.layers import CrossEntropy
 from npdecoder.models import LanguageModel, LanguageModelConfig, Transformer, TransformerConfig
 from npdecoder.optim import SGD, AdamW, cosine_schedule, decay_groups
 from npdecoder.page import write_page
-from npdecoder.replicas import choose_threads
+from npdecoder.replicas import Replicas, choose_threads
 from npdecoder.runs import Run, fingerprint, refuse_other_text, resumed_options
 from npdecoder.text import (
     Characters,
@@ -380,12 +380,12 @@ def _threads(given: int | None, model: Layer, o: dict[str, Any], length: int) ->
 
 
 def _learn_pairs(run: Run, held_out_ids: Sequence[PairOfIds]) -> None:
-    o, model = run.options, run.product.model
+    o = run.options
     _say_resumed(run)
     run.train(
         CrossEntropy(ignore_index=Vocabulary.pad_id, label_smoothing=o["label_smoothing"]),
         cosine_schedule(o["lr"], o["steps"], min(o["warmup"], o["steps"])),
-        (lambda: _loss(model, held_out_ids)) if held_out_ids else None,
+        (lambda: _loss(run.model, held_out_ids)) if held_out_ids else None,
     )
 
 
@@ -400,7 +400,7 @@ def _batches(pairs: Sequence[PairOfIds], size: int, rng: np.random.Generator | N
     )
 
 
-def _loss(model: Callable[..., Array], pairs: Sequence[PairOfIds]) -> float:
+def _loss(model: Callable[..., Array] | Replicas, pairs: Sequence[PairOfIds]) -> float:
     return evaluate(model, CrossEntropy(ignore_index=Vocabulary.pad_id), _batches(pairs, 64, None))
 
 
@@ -494,7 +494,7 @@ def _train(args: argparse.Namespace) -> int:
     report = _show(translator, (held_out or train_pairs)[:5])
     print(f"\ntraining loss {run.progress.loss:.4f}")
     if held_out_ids:
-        loss = run.validation_loss(lambda: _loss(translator.model, held_out_ids))
+        loss = run.validation_loss(lambda: _loss(run.model, held_out_ids))
         print(f"validation loss {loss:.4f}")
         print(f"  of word frequencies alone {_unigram_loss(translator, train_pairs, held_out):.4f}")
         print(f"  with the source hidden    {_loss(_blind(translator.model), held_out_ids):.4f}")
@@ -576,8 +576,9 @@ def _train_lm(args: argparse.Namespace) -> int:
     )
 
     def validate() -> float:
-        size = max(1, 1000 // o["context"])  # then what one layer leaves to the next is in a cache
-        return evaluate(model, CrossEntropy(), windows(held_out, o["context"], size, None))
+        # then what one layer leaves to the next is in a core's cache
+        size = run.threads * max(1, 1000 // o["context"])
+        return evaluate(run.model, CrossEntropy(), windows(held_out, o["context"], size, None))
 
     _say_resumed(run)
     schedule = cosine_schedule(o["lr"], o["steps"], min(o["warmup"], o["steps"]), o["final_lr"])

@@ -124,26 +124,49 @@ class Replicas:
         what the shares added, in their order, and, if add, of what it was before. An error in a
         share is raised when all have ended; the gradients are then of no use.
         """
-        if not 0 < len(shares) <= self.threads:
-            raise ValueError(f"there are {len(shares)} shares, expected 1 to {self.threads}")
+        self._check_number(shares)
         if not add:
             for parameter in self._parameters:
                 parameter.forget_grad()
         if not self._workers:
             return [work(self.model, *shares[0])]
+        messages = self._messages(work, shares)
+        # the first process is about to write where the sum of those before may be
+        before = [[p.grad.copy()] if p.is_written else [] for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.forget_grad()
+        answers = self._exchange(messages)
+        others = [(worker, written) for worker, (_, written) in zip(self._workers, answers)]
+        for_each(self._parameters, lambda n: self._parameters[n].add_grads(
+            before[n] + [worker.gradients[n] for worker, written in others if written[n]]
+        ))
+        return [result for result, _ in answers]
+
+    def map(self, work: Callable[..., Any], shares: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """run for work that calls no backward: every parameter.grad stays as it is."""
+        self._check_number(shares)
+        if not self._workers:
+            return [work(self.model, *shares[0])]
+        return [result for result, _ in self._exchange(self._messages(work, shares))]
+
+    def _check_number(self, shares: Sequence[tuple[Any, ...]]) -> None:
+        if not 0 < len(shares) <= self.threads:
+            raise ValueError(f"there are {len(shares)} shares, expected 1 to {self.threads}")
+
+    def _messages(self, work: Callable[..., Any], shares: Sequence[tuple[Any, ...]]) -> list[bytes]:
+        """One for each share, to a process that sees the values that the model has now."""
         for n, parameter in enumerate(self._parameters):  # no name for a value: see close
             if (dtype := self._values[n].dtype) != parameter.dtype:
                 raise ValueError(f"the model has now {parameter.dtype}, its replicas {dtype}")
             if parameter.value is not self._values[n]:
                 np.copyto(self._values[n], parameter.value)
-        workers = self._workers[: len(shares)]
         # all are pickled before the first is sent: then an error leaves nobody waiting
-        messages = [worker.pickled((work, share, np.geterr()))
-                    for worker, share in zip(workers, shares)]
-        # the first process is about to write where the sum of those before may be
-        before = [[p.grad.copy()] if p.is_written else [] for p in self._parameters]
-        for parameter in self._parameters:
-            parameter.forget_grad()
+        return [worker.pickled((work, share, np.geterr()))
+                for worker, share in zip(self._workers, shares)]
+
+    def _exchange(self, messages: Sequence[bytes]) -> list[Any]:
+        """What the processes answer: pairs (result, whether each gradient was written)."""
+        workers = self._workers[: len(messages)]
         with self._closed_on_error():
             for worker, message in zip(workers, messages):
                 worker.send(message)
@@ -153,10 +176,7 @@ class Replicas:
             warnings.warn_explicit(message, category, filename, line, registry=self._warned)
         for error in (answer for answer in answers if isinstance(answer, BaseException)):
             raise error
-        for_each(self._parameters, lambda n: self._parameters[n].add_grads(
-            before[n] + [w.gradients[n] for w, (_, written) in zip(workers, answers) if written[n]]
-        ))
-        return [result for result, _ in answers]
+        return answers
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -353,7 +373,7 @@ class _Worker:
                 start_new_session=True,  # Ctrl-C is for this process alone
             )  # fmt: skip
 
-    def pickled(self, message: Any) -> Any:
+    def pickled(self, message: Any) -> bytes:
         return _dumps(self.requests.put(message))
 
     def send(self, message: Any) -> None:

@@ -12,6 +12,7 @@ from npdecoder.character_model import CharacterModel
 from npdecoder.checkpoint import DAMAGE, Checkpoint
 from npdecoder.layers import CrossEntropy
 from npdecoder.optim import Optimizer, Schedule
+from npdecoder.replicas import Replicas
 from npdecoder.text import Batch
 from npdecoder.training import BatchStream, Progress, train
 from npdecoder.translator import Translator
@@ -25,6 +26,8 @@ class Run:
     epoch: of a BatchStream. data: the text that the run learns from, of which a fingerprint is
     kept. checkpoint: None to begin, or that of a run to go on with, whose optimizer and generators
     are taken over. threads: of train(); the file knows nothing of them.
+
+    model: what is trained; while train() is at work its Replicas, for evaluate().
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Run:
         threads: int = 1,
     ) -> None:
         self.product, self.out, self.options = product, out, dict(options)
+        self.model: Any = product.model
         self.optimizer, self.threads = optimizer, threads
         self.data = fingerprint(data)
         self.rng = np.random.default_rng((options["seed"], 1))  # of dropout
@@ -82,23 +86,25 @@ class Run:
         self, criterion: CrossEntropy, schedule: Schedule, validate: Callable[[], float] | None
     ) -> None:
         o = self.options
-        train(
-            self.product.model,
-            criterion,
-            self.optimizer,
-            self.batches,
-            o["steps"],
-            schedule=schedule,
-            max_norm=o["max_norm"],
-            rng=self.rng,
-            accumulate=o["accumulate"],
-            threads=self.threads,
-            validate=validate,
-            validate_every=o["validate_every"],
-            save=self.save,
-            save_every=o["save_every"],
-            progress=self.progress,
-        )
+        threads = self.threads if self.optimizer.steps < o["steps"] else 1
+        with Replicas(self.product.model, threads) as self.model:
+            train(
+                self.model,
+                criterion,
+                self.optimizer,
+                self.batches,
+                o["steps"],
+                schedule=schedule,
+                max_norm=o["max_norm"],
+                rng=self.rng,
+                accumulate=o["accumulate"],
+                validate=validate,
+                validate_every=o["validate_every"],
+                save=self.save,
+                save_every=o["save_every"],
+                progress=self.progress,
+            )
+        self.model = self.product.model
 
     def validation_loss(self, validate: Callable[[], float]) -> float:
         """That after the last update, once more from validate if no update was made here."""

@@ -94,19 +94,32 @@ def _rngs(
 
 
 def evaluate(
-    model: Callable[..., Array], criterion: CrossEntropy, batches: Iterable[Batch]
+    model: Callable[..., Array] | Replicas, criterion: CrossEntropy, batches: Iterable[Batch]
 ) -> float:
     """The mean loss a target over all batches, without dropout; 0.0 if there is no target.
 
-    model: a Layer, or any function of batch.inputs that returns logits. Every target counts the
-    same, however the batches were cut.
+    model: a Layer, or any function of batch.inputs that returns logits, or the Replicas of a Layer,
+    which share out each batch among their threads. Every target counts the same, however the
+    batches were cut. Gradients stay as they are.
     """
     total, count = 0.0, 0
     for batch in batches:
-        loss, ctx = criterion.forward(model(*batch.inputs), batch.targets)
-        total += float(loss) * ctx.count
-        count += ctx.count
+        if isinstance(model, Replicas):
+            shares = [(criterion, share) for share in _cut(batch, model.threads)]
+            losses = model.map(_loss_and_count, shares)
+        else:
+            losses = [_loss_and_count(model, criterion, batch)]
+        for loss, counted in losses:
+            total += loss * counted
+            count += counted
     return total / max(count, 1)
+
+
+def _loss_and_count(
+    model: Callable[..., Array], criterion: CrossEntropy, batch: Batch
+) -> tuple[float, int]:
+    loss, ctx = criterion.forward(model(*batch.inputs), batch.targets)
+    return float(loss), ctx.count
 
 
 class BatchStream:
@@ -183,10 +196,11 @@ def train(
     An optimizer that has made updates before goes on from there: with the same schedule, batches
     and rng, a training in two parts is bit by bit the training in one.
 
+    model: any Layer from batch.inputs to logits, or the Replicas of one, which stay open.
     batches: for example a BatchStream. accumulate: how many of them make one update.
     threads: how many cores share out each batch (see Replicas, and its errors); None: as many as
-        choose_threads says for the first. Another number sums the gradients in another order and
-        draws another dropout; the same gives the same results.
+        choose_threads says for the first, or as the Replicas have. Another number sums the
+        gradients in another order and draws another dropout; the same gives the same results.
     schedule: the learning rate of update n = 1, 2, ...; None leaves optimizer.lr alone.
     validate: returns the validation loss; called after every validate_every updates and the last.
     save: called after every save_every updates and the last, and when Ctrl-C, SIGTERM or SIGHUP
@@ -214,9 +228,9 @@ def train(
             if len(update) < accumulate:
                 raise ValueError(f"step {n}: the batches came to an end")
             if replicas is None:
-                replicas = stack.enter_context(
-                    _replicas(model, criterion, threads, update[0])
-                )
+                replicas = _replicas(model, criterion, threads, update[0])
+                if replicas is not model:
+                    stack.enter_context(replicas)
             try:
                 loss, count = train_step(
                     replicas, criterion, optimizer, update, max_norm=max_norm, rng=rng
@@ -243,9 +257,14 @@ def _replicas(
     model: Any, criterion: CrossEntropy, threads: int | None, batch: Batch
 ) -> Replicas:
     own = any(find_parameters(criterion))
+    given = model.threads if isinstance(model, Replicas) else threads
+    if own and given is not None and given > 1:
+        raise ValueError("the criterion has parameters of its own: use threads=1")
+    if isinstance(model, Replicas):
+        if threads not in (None, given):
+            raise ValueError(f"threads is {threads}, but the model's Replicas have {given}")
+        return model
     if threads is not None:
-        if own and threads > 1:
-            raise ValueError("the criterion has parameters of its own: use threads=1")
         return Replicas(model, threads)
     if own:
         return Replicas(model)

@@ -48,7 +48,7 @@ from npdecoder.optim import Optimizer
 from npdecoder.replicas import Replicas, choose_threads, forward_backward
 from npdecoder.runs import Run
 from npdecoder.text import Batch, make_batch, windows
-from npdecoder.training import BatchStream, train, train_step
+from npdecoder.training import BatchStream, evaluate, train, train_step
 
 PAD, BOS, EOS, V = 0, 1, 2, 11
 WORK = '''
@@ -69,6 +69,9 @@ def warn(model, text):
 def sleep(model, seconds):
     time.sleep(seconds)
     return seconds
+
+def call(model, x):
+    return model(x)
 
 def fail(model, kind):
     if kind == "odd":
@@ -222,10 +225,29 @@ def test_what_no_share_has_added_to_is_zero_or_as_it_was(pair, work):
     assert not any(grad.any() for grad in parameter_gradients(pair.model).values())
 
 
-def test_there_are_at_most_as_many_shares_as_threads(pair):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_map_leaves_gradients_as_they_are(threads, work):
+    """Also those that are to be read as zeros, and with weights that have changed."""
+    model = Linear(3, 5, rng=0, dtype=np.float64)
+    with Replicas(model, threads) as replicas:
+        rows(replicas, *range(1, 1 + threads))
+        gradients = parameter_gradients(model)
+        model.W.value[...] = 0.5
+        x = np.ones((4, 3))
+        found = replicas.map(work.call, [(n * x,) for n in range(threads)])
+        assert_equal(found, [n * x @ model.W.value for n in range(threads)])
+        assert_equal(list(parameter_gradients(model).values()), list(gradients.values()))
+        model.W.forget_grad()
+        replicas.map(work.call, [(x,)])
+        assert not model.W.grad.any()
+
+
+def test_there_are_at_most_as_many_shares_as_threads(pair, work):
     for count in (0, 3):
         with pytest.raises(ValueError, match=f"{count} shares, expected 1 to 2"):
             rows(pair, *range(count))
+        with pytest.raises(ValueError, match=f"{count} shares, expected 1 to 2"):
+            pair.map(work.sleep, [(0.0,)] * count)
     assert_equal(rows(pair, 1.0, 2.0)[1], 2.0 * rows(pair, 1.0)[0])
 
 
@@ -340,11 +362,78 @@ def _text(tmp_path, monkeypatch):
 SIZES = ["--d-model", "8", "--num-heads", "2", "--num-layers", "1"]
 
 
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_evaluation_is_shared_out(count, monkeypatch):
+    """With padding, and unequally many targets in the shares; the gradients stay."""
+    model, criterion = transformer(), CrossEntropy(PAD)
+    batches = [reversal(count, seed=1), reversal(4, seed=2)]
+    expected = evaluate(model, criterion, batches)
+    numbers = []
+    with Replicas(model, 2) as replicas:
+        run = replicas.map
+        monkeypatch.setattr(replicas, "map", lambda work, shares: (
+            numbers.append(len(shares)) or run(work, shares)
+        ))
+        train_step(replicas, criterion, SGD(model.parameters(), 0.0), reversal(3))
+        gradients = parameter_gradients(model)
+        assert_close(np.float64(evaluate(replicas, criterion, batches)), np.float64(expected))
+        assert_equal(list(parameter_gradients(model).values()), list(gradients.values()))
+        with pytest.raises(TypeError, match="ids"):
+            evaluate(replicas, criterion, [Batch((np.ones((3, 2)), np.ones((3, 2))), np.ones(3))])
+    assert numbers == [min(max(count, 1), 2), 2, 2]
+
+
+def test_a_training_goes_by_the_replicas_that_it_is_given():
+    """They stay open."""
+    model = transformer()
+    given = {"criterion": CrossEntropy(PAD), "optimizer": SGD(model.parameters(), 0.1),
+             "batches": iter([reversal(5, seed=n) for n in range(9)])}  # fmt: skip
+    with Replicas(model, 2) as replicas:
+        train(replicas, **given, steps=2)
+        train(replicas, **given, steps=4, threads=2)
+        assert len(processes(replicas)) == replicas.threads == 2
+        with pytest.raises(ValueError, match="threads is 1, but the model's Replicas have 2"):
+            train(replicas, **given, steps=5, threads=1)
+        with pytest.raises(ValueError, match="criterion has parameters of its own"):
+            train(replicas, **{**given, "criterion": Scaled()}, steps=5)
+    assert given["optimizer"].steps == 4
+
+
+@pytest.mark.usefixtures("_text")
+@pytest.mark.parametrize("command", ["train", "train-lm"])
+def test_both_commands_share_out_their_validation(command, monkeypatch, capsys):
+    """Of a run that trains; one that is at its end starts no process for it."""
+    shared = []
+    run = Replicas.map
+    monkeypatch.setattr(Replicas, "map", lambda self, work, shares: (
+        shared.append(self.threads) or run(self, work, shares)
+    ))
+    start = [command, "text.txt", "--out", "m.npz", *SIZES, "--steps", "3", "--held-out", "0.4"]
+    assert cli.main([*start, "--threads", "2", "--validate-every", "2"]) == 0
+    assert set(shared) == {2}
+    validations = len(shared)
+    text = capsys.readouterr().out
+    shared.clear()
+    assert cli.main([*start, "--resume", "--threads", "2"]) == 0
+    assert not shared
+    assert validations >= 2
+    losses = [next(line for line in out.splitlines() if line.startswith("validation loss"))
+              for out in (text, capsys.readouterr().out)]
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.usefixtures("_text")
 @pytest.mark.parametrize("command", ["train", "train-lm"])
 def test_both_commands_hand_on_how_many_threads(command, monkeypatch, capsys):
     found = []
-    monkeypatch.setattr(runs, "train", lambda *args, threads, **keywords: found.append(threads))
+
+    class Recorded(Replicas):
+        def __init__(self, model, threads):
+            found.append(threads)
+            super().__init__(model)
+
+    monkeypatch.setattr(runs, "Replicas", Recorded)
+    monkeypatch.setattr(runs, "train", lambda *args, **keywords: None)
     monkeypatch.setattr(cli, "choose_threads", lambda model, batch_size, length: batch_size + 0.5)
     start = [command, "text.txt", "--out", "m.npz", *SIZES, "--batch-size", "6"]
     for options in [], ["--threads", "3"]:
