@@ -561,9 +561,9 @@ def flat_blocks(size: int, *arrays: Array) -> Iterable[tuple[Array, ...]]:
 
 
 @lru_cache(64)
-def filled(n: int, m: int, divisor: int, dtype: np.dtype[Any]) -> Array:
-    """(n, m), read-only, each 1 / divisor: a product with it is a sum, or a mean."""
-    array = np.ones((n, m), dtype) / dtype.type(divisor)
+def filled(n: int, divisor: int, dtype: np.dtype[Any]) -> Array:
+    """(n, 1), read-only, each 1 / divisor: a product with it is a sum, or a mean."""
+    array = np.ones((n, 1), dtype) / dtype.type(divisor)
     array.flags.writeable = False
     return array
 
@@ -571,7 +571,7 @@ def filled(n: int, m: int, divisor: int, dtype: np.dtype[Any]) -> Array:
 @lru_cache(64)
 def ones(n: int, dtype: np.dtype[Any]) -> Array:
     """(n,), read-only."""
-    return filled(n, 1, 1, dtype)[:, 0]
+    return filled(n, 1, dtype)[:, 0]
 
 
 def add_rows(grad: Array, ids: NDArray[np.intp], rows: Array) -> None:

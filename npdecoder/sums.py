@@ -21,20 +21,17 @@ EINSUM = 20_000  # from which on einsum pays, which is slow to begin
 
 def sum_last(x: Array) -> Array:
     """x.sum(axis=-1, keepdims=True)."""
-    return matmul_rows(x, filled(x.shape[-1], 1, 1, x.dtype))
+    return matmul_rows(x, filled(x.shape[-1], 1, x.dtype))
 
 
 def mean_last(x: Array) -> Array:
     """x.mean(axis=-1, keepdims=True)."""
     n = x.shape[-1]
-    return matmul_rows(x, filled(n, 1, n, x.dtype))
+    return matmul_rows(x, filled(n, n, x.dtype))
 
 
 def centred(x: Array, out: Array | None = None) -> Array:
     """x - x.mean(axis=-1, keepdims=True), in out if given, which may be x."""
-    n = x.shape[-1]
-    if x.size * n < FEW:  # each mean n times: to broadcast takes longer than so few numbers
-        return np.subtract(x, x.dot(filled(n, n, n, x.dtype)), out)
     return np.subtract(x, mean_last(x), out)
 
 

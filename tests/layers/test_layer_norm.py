@@ -82,6 +82,20 @@ def test_mean_far_larger_than_the_spread_in_float32(x):
     assert_close(narrow.backward(ctx, dy), wide.backward(ctx_wide, dy), 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("batch", [(), (1,), (3,), (2, 5)])
+def test_mean_far_larger_than_the_spread_at_every_width(batch, dtype):
+    """BLAS sums the columns of a product in more than one order: a row needs one mean."""
+    rng = np.random.default_rng(0)
+    for n in range(2, 41):
+        norm = LayerNorm(n, dtype=dtype)
+        x = (3e4 + rng.standard_normal((*batch, n))).astype(dtype)
+        centred = x.astype(np.float64) - x.astype(np.float64).mean(axis=-1, keepdims=True)
+        expected = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + norm.eps)
+        np.testing.assert_allclose(norm(x), expected, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(norm(np.full_like(x, 314_000)), 0.0, rtol=0, atol=1e-5)
+
+
 def test_values_of_rows_with_a_huge_mean():
     y = LayerNorm(4)(np.array([40000, 40001, 40002, 40003], np.float32))
     expected = 1.3416354199689269, 0.447211806656309

@@ -539,8 +539,6 @@ KINDS["what only saves time or memory"] = [
            "range(0, len(rows), n):", "range(0, len(rows) - n + 1, n):", FAST),
     Mutant("what a step frees goes back to the system", "core.py",
            "np.empty(31 << 20, np.uint8)", "pass", "test_memory.py"),
-    Mutant("the mean of few numbers is a sum", "sums.py",
-           "filled(n, n, n, x.dtype)", "filled(n, n, 1, x.dtype)", FAST),
     Mutant("a new place for a gradient is read as it was", "core.py",
            "self._grad_is_old = array, True", "self._grad_is_old = array, False", FAST),
     Mutant("small parameters: one that has moved on is taken for one in its place", "optim.py",
