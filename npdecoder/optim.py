@@ -131,15 +131,17 @@ class Optimizer:
         """One update of every parameter, from its .grad, which stays as it is."""
         self.steps += 1
         updates: list[tuple[Parameter, dict[str, Array], dict[str, float], float]] = []
+        flats = [flat if flat is not None and flat.holds(group.parameters) else None
+                  for group, flat in zip(self.groups, self._flat, strict=True)]
+        states = self._current_states() if None in flats else []
         first = 0
-        for group, flat in zip(self.groups, self._flat, strict=True):
+        for group, flat in zip(self.groups, flats):
             after, lr = first + len(group.parameters), self.lr * group.lr_scale
-            if flat is not None and flat.holds(group.parameters):
+            if flat is not None:
                 updates.append((flat.whole, flat.state, group.options, lr))
             else:
-                states = self._current_states()[first:after]
-                updates += [(parameter, state, group.options, lr)
-                            for parameter, state in zip(group.parameters, states, strict=True)]
+                updates += [(parameter, state, group.options, lr) for parameter, state
+                            in zip(group.parameters, states[first:after], strict=True)]
             first = after
         for_each([update[0] for update in updates], lambda n: self.update(*updates[n]))
 

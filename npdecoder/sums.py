@@ -7,6 +7,8 @@ NumPy reduces short rows one by one, at some 50 ns each; a product with ones goe
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -94,6 +96,18 @@ def matmul_heads(x: Array, y: Array) -> Array:
     """
     if x.ndim == 2 or x.size < MANY:
         return np.asarray(x @ y)
-    *batch, h, T, _ = x.shape
-    out = np.empty((*batch, T, h, y.shape[-1]), x.dtype).swapaxes(-3, -2)
+    out = empty_heads((*x.shape[:-1], y.shape[-1]), x.dtype)
     return np.matmul(x, y, out=out)
+
+
+def empty_heads(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """(..., h, T, d), which lies in memory as (..., T, h, d)."""
+    *batch, h, T, d = shape
+    return np.empty((*batch, T, h, d), dtype).swapaxes(-3, -2)
+
+
+def parts(length: int, most: int) -> list[slice]:
+    """Slices of `length` things, of at most `most` each, or of one; as equal as can be."""
+    count = -(-length // max(1, most))
+    bounds = [n * length // count for n in range(count + 1)]
+    return [slice(start, stop) for start, stop in pairwise(bounds)]

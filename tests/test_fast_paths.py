@@ -154,6 +154,9 @@ def test_attention_in_parts_is_that_of_the_whole(part, batch, dropout, monkeypat
     gradients = layer.backward(ctx, dy)
     assert_close(gradients, expected, 1e-14)
     assert_equal(layer.backward(ctx, dy), gradients)
+    if len(batch) == 2 and ctx.A.size > part:
+        for gradient in gradients:
+            assert np.shares_memory(merge_heads(gradient), gradient)
 
 
 @pytest.mark.usefixtures("unwatched")
@@ -554,6 +557,15 @@ def test_a_rule_of_ones_own_gets_each_parameter_by_itself():
     for p in expected:
         p.value -= 0.1 * p.grad / max(np.linalg.norm(p.grad), 1e-9)
     assert_equal([p.value for p in parameters], [p.value for p in expected])
+
+
+def test_the_states_of_many_groups_are_looked_through_once_in_a_step(monkeypatch):
+    optimizer = Normalised([{"params": p} for p in small_parameters()], 0.1, momentum=0.9)
+    calls = []
+    states = optimizer._current_states
+    monkeypatch.setattr(optimizer, "_current_states", lambda: calls.append(1) or states())
+    optimizer.step()
+    assert len(calls) == 1
 
 
 class Warm(Adam):

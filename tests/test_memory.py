@@ -18,6 +18,7 @@ from npdecoder import (
     ScaledDotProductAttention,
     causal_mask,
 )
+from npdecoder.layers.attention import PART
 
 V = 50_257
 
@@ -131,6 +132,19 @@ def test_attention_takes_the_memory_of_its_weights_once():
     with measured() as found:
         attention.backward(ctx, dy)
     assert found.peak < 0.5 * weights
+
+
+@pytest.mark.usefixtures("unwatched")
+def test_attention_of_many_short_sequences_takes_the_memory_of_what_it_returns():
+    """There are few scores beside q, k and v, and their gradients are there once."""
+    shape = (200, 8, 16, 64)
+    q, k, v, dy = np.random.default_rng(0).standard_normal((4, *shape), dtype=np.float32)
+    attention = ScaledDotProductAttention()
+    _, ctx = attention.forward(q, k, v)
+    assert ctx.A.size > PART
+    with measured() as found:
+        attention.backward(ctx, dy)
+    assert found.peak < 3 * q.nbytes + 3 * ctx.A.nbytes
 
 
 STEPS = """

@@ -403,8 +403,11 @@ def test_a_training_goes_by_the_replicas_that_it_is_given():
 @pytest.mark.parametrize("command", ["train", "train-lm"])
 def test_both_commands_share_out_their_validation(command, monkeypatch, capsys):
     """Of a run that trains; one that is at its end starts no process for it."""
-    shared = []
-    run = Replicas.map
+    opened, shared = [], []
+    begin, run = Replicas.__init__, Replicas.map
+    monkeypatch.setattr(Replicas, "__init__", lambda self, model, threads=1: (
+        opened.append(threads) or begin(self, model, threads)
+    ))
     monkeypatch.setattr(Replicas, "map", lambda self, work, shares: (
         shared.append(self.threads) or run(self, work, shares)
     ))
@@ -413,9 +416,9 @@ def test_both_commands_share_out_their_validation(command, monkeypatch, capsys):
     assert set(shared) == {2}
     validations = len(shared)
     text = capsys.readouterr().out
-    shared.clear()
+    opened.clear(), shared.clear()
     assert cli.main([*start, "--resume", "--threads", "2"]) == 0
-    assert not shared
+    assert (opened, shared) == ([1], [])
     assert validations >= 2
     losses = [next(line for line in out.splitlines() if line.startswith("validation loss"))
               for out in (text, capsys.readouterr().out)]

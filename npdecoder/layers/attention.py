@@ -12,7 +12,7 @@ from npdecoder.core import Array, Layer, as_array, as_gradient, fraction
 from npdecoder.layers.dropout import Dropout, DropoutContext
 from npdecoder.layers.softmax import Softmax, SoftmaxContext
 from npdecoder.masks import as_mask
-from npdecoder.sums import matmul_heads, over, transposed, watched
+from npdecoder.sums import empty_heads, matmul_heads, over, parts, transposed, watched
 
 MANY = 5000  # scores of which the quick way to mask pays
 PART = 1 << 18  # scores that are taken at once, where they are many
@@ -97,7 +97,7 @@ class ScaledDotProductAttention(Layer):
         q, k, v, _, A_dropped, softmax, dropout = ctx
         d_k = q.shape[-1]
         dy = as_gradient("dy", dy, (*q.shape[:-1], v.shape[-1]), q.dtype)
-        if dy.ndim > 2 and self._may_part(A_dropped):
+        if dy.ndim > 2 and A_dropped.size > dy.size and self._may_part(A_dropped):
             return self._backward_in_parts(ctx, dy)
 
         # 5. context = A_dropped @ v
@@ -125,10 +125,8 @@ class ScaledDotProductAttention(Layer):
         What is on the way to A is then as small as a part is, and stays in the cache.
         """
         rows = S_masked.reshape(-1, S_masked.shape[-1])
-        n = max(1, PART // rows.shape[-1])
-        for start in range(0, len(rows), n):
-            part = rows[start : start + n]
-            part[...], _ = self.softmax.forward(part)
+        for part in parts(len(rows), PART // rows.shape[-1]):
+            rows[part], _ = self.softmax.forward(rows[part])
         A = rows.reshape(S_masked.shape)
         return A, SoftmaxContext(A)
 
@@ -141,19 +139,18 @@ class ScaledDotProductAttention(Layer):
         if len(dy) == 1:
             dq, dk, dv = backward(self, _part(ctx, 0), dy[0])
             return dq[None], dk[None], dv[None]
-        n = max(1, PART // ctx.A[0].size)
-        parts = [slice(start, start + n) for start in range(0, len(dy), n)]
-        gradients = [backward(self, _part(ctx, part), dy[part]) for part in parts]
-        dq, dk, dv = (np.concatenate(pieces) for pieces in zip(*gradients))
+        q, k, v, A, *_ = ctx
+        dq, dk, dv = (empty_heads(x.shape, x.dtype) for x in (q, k, v))
+        for part in parts(len(dy), PART // A[0].size):
+            dq[part], dk[part], dv[part] = backward(self, _part(ctx, part), dy[part])
         return dq, dk, dv
 
 
 def _part(ctx: AttentionContext, part: int | slice) -> AttentionContext:
     q, k, v, A, A_dropped = (array[part] for array in ctx[:5])
-    softmax = SoftmaxContext(ctx.softmax.y[part])
-    keep = None if ctx.dropout.keep is None else ctx.dropout.keep[part]
-    dropout = DropoutContext(keep, A.shape, A.dtype)
-    return AttentionContext(q, k, v, A, A_dropped, softmax, dropout)
+    (y,), (keep, *_) = ctx[5:]
+    dropout = DropoutContext(None if keep is None else keep[part], A.shape, A.dtype)
+    return AttentionContext(q, k, v, A, A_dropped, SoftmaxContext(y[part]), dropout)
 
 
 def check_qkv(q: ArrayLike, k: ArrayLike, v: ArrayLike) -> tuple[Array, Array, Array]:

@@ -35,7 +35,7 @@ def log_softmax(x: ArrayLike, axis: int = -1) -> Array:
     x, axis = as_array("x", x), integer("axis", axis)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         below = _below_max(x, axis)
-        Z = np.maximum(np.exp(below).sum(axis=axis, keepdims=True), 1)
+        Z = np.maximum(np.exp(below).sum(axis=axis, keepdims=True), x.dtype.type(1))
         below -= np.log(Z)  # in place: of a large vocabulary one array less
     return below
 
@@ -47,7 +47,7 @@ def _e_and_Z(x: Array, axis: int) -> tuple[Array, Array]:
     """
     # y is the same for x + c: with c = -max(x), exp cannot overflow
     e = np.exp(_below_max(x, axis))
-    Z = np.maximum(e.sum(axis=axis, keepdims=True), 1)
+    Z = np.maximum(e.sum(axis=axis, keepdims=True), x.dtype.type(1))
     return e, Z
 
 

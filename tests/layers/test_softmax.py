@@ -103,6 +103,16 @@ def test_a_single_number_has_no_last_axis():
         Softmax().forward(np.array(1.0))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.longdouble])
+@pytest.mark.parametrize(("function", "value"), [(softmax, 1.0), (log_softmax, 0.0)])
+def test_a_single_number_keeps_its_dtype(function, value, dtype):
+    """Before NumPy 2 a float32 number and a Python number make a float64."""
+    for x in (dtype(3), np.array(3, dtype)):
+        y = function(x)
+        assert (y.dtype, y.shape) == (dtype, ())
+        assert y == value
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.int64, bool, complex])
 @pytest.mark.parametrize("function", [softmax, log_softmax, Softmax()])
 def test_other_dtypes_are_refused(function, dtype):
