@@ -19,6 +19,7 @@ MANY = 5000  # numbers from which on a layout that saves a copy pays
 ROWS = 16  # of a matrix, from which on it pays to copy what they are multiplied with
 NARROW = 32  # unless that is wider
 EINSUM = 20_000  # from which on einsum pays, which is slow to begin
+MONITORING: Any = getattr(sys, "monitoring", None)  # from Python 3.12 on
 
 
 def sum_last(x: Array) -> Array:
@@ -73,8 +74,10 @@ def over(x: Array) -> Array:
 
 
 def watched() -> bool:
-    """Whether a Trace looks on (sys.setprofile), or a debugger that works by sys.settrace."""
-    return sys.getprofile() is not None or sys.gettrace() is not None
+    """Whether a Trace looks on (sys.setprofile), or a debugger (sys.settrace, sys.monitoring)."""
+    return sys.getprofile() is not None or sys.gettrace() is not None or (
+        MONITORING is not None and MONITORING.get_tool(MONITORING.DEBUGGER_ID) is not None
+    )
 
 
 def transposed(x: Array, rows: int = ROWS) -> Array:

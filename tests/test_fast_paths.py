@@ -358,6 +358,36 @@ def test_an_intermediate_keeps_its_numbers_only_while_somebody_looks_on():
             watch(before)
 
 
+class Monitoring:
+    """As sys.monitoring is from Python 3.12 on, with one tool."""
+
+    DEBUGGER_ID = 0
+
+    def __init__(self, tool):
+        self.tool = tool
+
+    def get_tool(self, tool_id):
+        return "somebody" if tool_id == self.tool else None
+
+
+@pytest.mark.usefixtures("unwatched")
+def test_a_debugger_that_monitors_looks_on_and_other_tools_do_not(monkeypatch):
+    x = np.ones(3)
+    for tool, looks_on in [(Monitoring.DEBUGGER_ID, True), (2, False)]:
+        monkeypatch.setattr("npdecoder.sums.MONITORING", Monitoring(tool))
+        assert np.shares_memory(over(x), x) != looks_on
+    monkeypatch.setattr("npdecoder.sums.MONITORING", None)  # before Python 3.12
+    assert over(x) is x
+    monkeypatch.undo()
+    assert over(x) is x
+    if (monitoring := getattr(sys, "monitoring", None)) is not None:
+        monitoring.use_tool_id(monitoring.DEBUGGER_ID, "test")
+        try:
+            assert not np.shares_memory(over(x), x)
+        finally:
+            monitoring.free_tool_id(monitoring.DEBUGGER_ID)
+
+
 # Updates
 
 

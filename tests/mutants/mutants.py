@@ -523,6 +523,8 @@ KINDS["what only saves time or memory"] = [
            "x.size < EINSUM else _einsum_last(x, x)\n\n\ndef mean_product", FAST),
     Mutant("scores are overwritten though a Trace looks on", "sums.py",
            "sys.getprofile() is not None or ", "", FAST),
+    Mutant("scores are overwritten though a debugger monitors", "sums.py",
+           "MONITORING.get_tool(MONITORING.DEBUGGER_ID) is not None", "False", FAST),
     Mutant("many scores: what is seen is moved by one", "layers/attention.py",
            "S.dtype.type(0)", "S.dtype.type(1)", FAST),
     Mutant("each group takes the states of the first", "optim.py",
