@@ -17,7 +17,7 @@ import numpy as np
 from npdecoder import __version__, console, phrase_book
 from npdecoder.character_model import CharacterModel
 from npdecoder.checkpoint import Checkpoint, load_checkpoint
-from npdecoder.core import Array, Layer
+from npdecoder.core import Array
 from npdecoder.exercises import command as exercise_command
 from npdecoder.files import check_writable
 from npdecoder.gradcheck import GradcheckReport, gradcheck
@@ -26,7 +26,7 @@ from npdecoder.layers import CrossEntropy
 from npdecoder.models import LanguageModel, LanguageModelConfig, Transformer, TransformerConfig
 from npdecoder.optim import SGD, AdamW, cosine_schedule, decay_groups
 from npdecoder.page import write_page
-from npdecoder.replicas import Replicas, choose_threads
+from npdecoder.replicas import Replicas
 from npdecoder.runs import Run, fingerprint, refuse_other_text, resumed_options
 from npdecoder.text import (
     Characters,
@@ -369,14 +369,10 @@ def _fit(
         lambda rng: _batches(ids, o["batch_size"], rng),
         "\n".join(f"{source}\t{target}" for source, target in (*pairs, *held_out)),
         checkpoint,
-        _threads(threads, translator.model, o, sum(len(t) + 1 for _, t in ids) // len(ids)),
+        threads,
+        (o["batch_size"], sum(len(t) + 1 for _, t in ids) // len(ids)),
     )
     return run, held_out_ids
-
-
-def _threads(given: int | None, model: Layer, o: dict[str, Any], length: int) -> int:
-    """The number of threads that was given, or that is quickest with sequences of this length."""
-    return choose_threads(model, o["batch_size"], length) if given is None else given
 
 
 def _learn_pairs(run: Run, held_out_ids: Sequence[PairOfIds]) -> None:
@@ -572,12 +568,14 @@ def _train_lm(args: argparse.Namespace) -> int:
         lambda rng: windows(train_ids, o["context"], o["batch_size"], rng),
         text,
         checkpoint,
-        _threads(args.threads, model, o, o["context"]),
+        args.threads,
+        (o["batch_size"], o["context"]),
     )
 
     def validate() -> float:
+        threads = run.model.threads if isinstance(run.model, Replicas) else 1
         # then what one layer leaves to the next is in a core's cache
-        size = run.threads * max(1, 1000 // o["context"])
+        size = threads * max(1, 1000 // o["context"])
         return evaluate(run.model, CrossEntropy(), windows(held_out, o["context"], size, None))
 
     _say_resumed(run)

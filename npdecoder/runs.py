@@ -12,9 +12,8 @@ from npdecoder.character_model import CharacterModel
 from npdecoder.checkpoint import DAMAGE, Checkpoint
 from npdecoder.layers import CrossEntropy
 from npdecoder.optim import Optimizer, Schedule
-from npdecoder.replicas import Replicas
 from npdecoder.text import Batch
-from npdecoder.training import BatchStream, Progress, train
+from npdecoder.training import BatchStream, Progress, open_replicas, train
 from npdecoder.translator import Translator
 
 FREE = ("steps", "validate_every", "save_every")  # options that may change in a resumed run
@@ -25,7 +24,8 @@ class Run:
 
     epoch: of a BatchStream. data: the text that the run learns from, of which a fingerprint is
     kept. checkpoint: None to begin, or that of a run to go on with, whose optimizer and generators
-    are taken over. threads: of train(); the file knows nothing of them.
+    are taken over. threads: of train(), chosen for batches of this shape (B, T) if None; the file
+    knows nothing of them.
 
     model: what is trained; while train() is at work its Replicas, for evaluate().
     """
@@ -39,11 +39,12 @@ class Run:
         epoch: Callable[[np.random.Generator], Iterable[Batch]],
         data: str,
         checkpoint: Checkpoint | None = None,
-        threads: int = 1,
+        threads: int | None = 1,
+        batch_shape: tuple[int, int] = (1, 1),
     ) -> None:
         self.product, self.out, self.options = product, out, dict(options)
         self.model: Any = product.model
-        self.optimizer, self.threads = optimizer, threads
+        self.optimizer, self.threads, self.batch_shape = optimizer, threads, batch_shape
         self.data = fingerprint(data)
         self.rng = np.random.default_rng((options["seed"], 1))  # of dropout
         self.batches = BatchStream(epoch, np.random.default_rng((options["seed"], 2)))
@@ -87,7 +88,7 @@ class Run:
     ) -> None:
         o = self.options
         threads = self.threads if self.optimizer.steps < o["steps"] else 1
-        with Replicas(self.product.model, threads) as self.model:
+        with open_replicas(self.product.model, threads, *self.batch_shape) as self.model:
             train(
                 self.model,
                 criterion,

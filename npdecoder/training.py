@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from npdecoder.core import Array, find_parameters, integer, positive_int
+from npdecoder.core import Array, Layer, find_parameters, integer, positive_int
 from npdecoder.layers.cross_entropy import CrossEntropy
 from npdecoder.optim import Optimizer, Schedule, clip_if_finite
 from npdecoder.replicas import Replicas, choose_threads
@@ -264,13 +264,19 @@ def _replicas(
         if threads not in (None, given):
             raise ValueError(f"threads is {threads}, but the model's Replicas have {given}")
         return model
+    return open_replicas(model, 1 if own else threads, *batch.targets.shape)
+
+
+def open_replicas(model: Layer, threads: int | None, batch_size: int, length: int) -> Replicas:
+    """Replicas(model, threads); None: as many threads as choose_threads says, if they can be had.
+
+    Errors: those of Replicas, but not if threads is None: then one process has to do.
+    """
     if threads is not None:
         return Replicas(model, threads)
-    if own:
-        return Replicas(model)
     try:
-        return Replicas(model, choose_threads(model, *batch.targets.shape))
-    except (OSError, ValueError):  # then without, since nobody asked for them
+        return Replicas(model, choose_threads(model, batch_size, length))
+    except (OSError, ValueError):  # nobody asked for them
         return Replicas(model)
 
 

@@ -430,18 +430,17 @@ def test_both_commands_share_out_their_validation(command, monkeypatch, capsys):
 def test_both_commands_hand_on_how_many_threads(command, monkeypatch, capsys):
     found = []
 
-    class Recorded(Replicas):
-        def __init__(self, model, threads):
-            found.append(threads)
-            super().__init__(model)
+    def opened(model, threads, batch_size, length):
+        found.append((threads, batch_size, length))
+        return Replicas(model)
 
-    monkeypatch.setattr(runs, "Replicas", Recorded)
+    monkeypatch.setattr(runs, "open_replicas", opened)
     monkeypatch.setattr(runs, "train", lambda *args, **keywords: None)
-    monkeypatch.setattr(cli, "choose_threads", lambda model, batch_size, length: batch_size + 0.5)
     start = [command, "text.txt", "--out", "m.npz", *SIZES, "--batch-size", "6"]
     for options in [], ["--threads", "3"]:
         cli.main([*start, *options])
-    assert found == [6.5, 3]
+    length = 64 if command == "train-lm" else 3  # of the context, or of 2 words and EOS
+    assert found == [(None, 6, length), (3, 6, length)]
     with pytest.raises(SystemExit):
         cli.main([*start, "--threads", "0"])
     assert "--threads" in capsys.readouterr().err
@@ -597,6 +596,20 @@ def test_where_nobody_asked_for_threads_a_training_does_without(start, monkeypat
     assert losses[1] < losses[0]
     with pytest.raises((ValueError, OSError)):
         train(model, optimizer=SGD(model.parameters(), 0.1), threads=2, **options)
+
+
+@pytest.mark.usefixtures("_text")
+@pytest.mark.parametrize("command", ["train", "train-lm"])
+def test_where_there_are_no_other_processes_both_commands_train_in_one(
+    command, monkeypatch, capsys
+):
+    """Unless they were asked for."""
+    monkeypatch.setattr(training_module, "choose_threads", lambda *args: 2)
+    monkeypatch.setattr(replicas_module.subprocess, "Popen", no_process)
+    start = [command, "text.txt", "--out", "m.npz", *SIZES, "--steps", "2", "--force"]
+    assert cli.main(start) == 0
+    assert cli.main([*start, "--threads", "2"]) == 2
+    assert capsys.readouterr().err.endswith("npdecoder: error: no more processes\n")
 
 
 SCRIPT = """
