@@ -143,7 +143,7 @@ class Replicas:
         return [result for result, _ in answers]
 
     def map(self, work: Callable[..., Any], shares: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """run for work that calls no backward: every parameter.grad stays as it is."""
+        """run for work that neither reads nor writes gradients: each stays as it is."""
         self._check_number(shares)
         if not self._workers:
             return [work(self.model, *shares[0])]

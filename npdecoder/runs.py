@@ -10,8 +10,10 @@ import numpy as np
 
 from npdecoder.character_model import CharacterModel
 from npdecoder.checkpoint import DAMAGE, Checkpoint
+from npdecoder.core import Layer
 from npdecoder.layers import CrossEntropy
 from npdecoder.optim import Optimizer, Schedule
+from npdecoder.replicas import Replicas
 from npdecoder.text import Batch
 from npdecoder.training import BatchStream, Progress, open_replicas, train
 from npdecoder.translator import Translator
@@ -43,7 +45,7 @@ class Run:
         batch_shape: tuple[int, int] = (1, 1),
     ) -> None:
         self.product, self.out, self.options = product, out, dict(options)
-        self.model: Any = product.model
+        self.model: Layer | Replicas = product.model
         self.optimizer, self.threads, self.batch_shape = optimizer, threads, batch_shape
         self.data = fingerprint(data)
         self.rng = np.random.default_rng((options["seed"], 1))  # of dropout
@@ -87,10 +89,9 @@ class Run:
         self, criterion: CrossEntropy, schedule: Schedule, validate: Callable[[], float] | None
     ) -> None:
         o = self.options
-        threads = self.threads if self.optimizer.steps < o["steps"] else 1
-        with open_replicas(self.product.model, threads, *self.batch_shape) as self.model:
+        try:
             train(
-                self.model,
+                self.product.model,
                 criterion,
                 self.optimizer,
                 self.batches,
@@ -99,13 +100,19 @@ class Run:
                 max_norm=o["max_norm"],
                 rng=self.rng,
                 accumulate=o["accumulate"],
+                replicas=self._open_replicas,
                 validate=validate,
                 validate_every=o["validate_every"],
                 save=self.save,
                 save_every=o["save_every"],
                 progress=self.progress,
             )
-        self.model = self.product.model
+        finally:
+            self.model = self.product.model
+
+    def _open_replicas(self) -> Replicas:
+        self.model = open_replicas(self.product.model, self.threads, *self.batch_shape)
+        return self.model
 
     def validation_loss(self, validate: Callable[[], float]) -> float:
         """That after the last update, once more from validate if no update was made here."""

@@ -99,8 +99,9 @@ def evaluate(
     """The mean loss a target over all batches, without dropout; 0.0 if there is no target.
 
     model: a Layer, or any function of batch.inputs that returns logits, or the Replicas of a Layer,
-    which share out each batch among their threads. Every target counts the same, however the
-    batches were cut. Gradients stay as they are.
+    which share out each batch among their threads (each of the inputs has then one row for each
+    sequence). Every target counts the same, however the batches were cut. Gradients stay as they
+    are.
     """
     total, count = 0.0, 0
     for batch in batches:
@@ -185,6 +186,7 @@ def train(
     rng: np.random.Generator | None = None,
     accumulate: int = 1,
     threads: int | None = None,
+    replicas: Callable[[], Replicas] | None = None,
     validate: Callable[[], float] | None = None,
     validate_every: int = 1000,
     save: Callable[[], None] | None = None,
@@ -196,11 +198,12 @@ def train(
     An optimizer that has made updates before goes on from there: with the same schedule, batches
     and rng, a training in two parts is bit by bit the training in one.
 
-    model: any Layer from batch.inputs to logits, or the Replicas of one, which stay open.
     batches: for example a BatchStream. accumulate: how many of them make one update.
     threads: how many cores share out each batch (see Replicas, and its errors); None: as many as
-        choose_threads says for the first, or as the Replicas have. Another number sums the
-        gradients in another order and draws another dropout; the same gives the same results.
+        choose_threads says for the first. Another number sums the gradients in another order and
+        draws another dropout; the same gives the same results.
+    replicas: opens the Replicas of the model, in place of threads; called before the first update,
+        when signals are looked after. They are closed at the end.
     schedule: the learning rate of update n = 1, 2, ...; None leaves optimizer.lr alone.
     validate: returns the validation loss; called after every validate_every updates and the last.
     save: called after every save_every updates and the last, and when Ctrl-C, SIGTERM or SIGHUP
@@ -218,7 +221,7 @@ def train(
     save_every = positive_int("save_every", save_every)
     progress = Progress(steps, optimizer.steps) if progress is None else progress
     losses: list[float] = []
-    replicas: Replicas | None = None
+    opened: Replicas | None = None
     with ExitStack() as stack, progress, _signals(save is not None) as received:
         while optimizer.steps < steps:
             n = optimizer.steps + 1
@@ -227,13 +230,14 @@ def train(
             update = list(islice(batches, accumulate))
             if len(update) < accumulate:
                 raise ValueError(f"step {n}: the batches came to an end")
-            if replicas is None:
-                replicas = _replicas(model, criterion, threads, update[0])
-                if replicas is not model:
-                    stack.enter_context(replicas)
+            if opened is None:
+                opened = stack.enter_context(
+                    _replicas(model, criterion, threads, update[0]) if replicas is None
+                    else replicas()
+                )
             try:
                 loss, count = train_step(
-                    replicas, criterion, optimizer, update, max_norm=max_norm, rng=rng
+                    opened, criterion, optimizer, update, max_norm=max_norm, rng=rng
                 )
             except FloatingPointError as error:
                 raise FloatingPointError(f"step {n}: {error}") from None
@@ -257,13 +261,8 @@ def _replicas(
     model: Any, criterion: CrossEntropy, threads: int | None, batch: Batch
 ) -> Replicas:
     own = any(find_parameters(criterion))
-    given = model.threads if isinstance(model, Replicas) else threads
-    if own and given is not None and given > 1:
+    if own and threads is not None and threads > 1:
         raise ValueError("the criterion has parameters of its own: use threads=1")
-    if isinstance(model, Replicas):
-        if threads not in (None, given):
-            raise ValueError(f"threads is {threads}, but the model's Replicas have {given}")
-        return model
     return open_replicas(model, 1 if own else threads, *batch.targets.shape)
 
 

@@ -383,20 +383,36 @@ def test_evaluation_is_shared_out(count, monkeypatch):
     assert numbers == [min(max(count, 1), 2), 2, 2]
 
 
-def test_a_training_goes_by_the_replicas_that_it_is_given():
-    """They stay open."""
+def test_a_training_opens_the_replicas_that_it_is_to_use_and_closes_them():
     model = transformer()
-    given = {"criterion": CrossEntropy(PAD), "optimizer": SGD(model.parameters(), 0.1),
-             "batches": iter([reversal(5, seed=n) for n in range(9)])}  # fmt: skip
-    with Replicas(model, 2) as replicas:
-        train(replicas, **given, steps=2)
-        train(replicas, **given, steps=4, threads=2)
-        assert len(processes(replicas)) == replicas.threads == 2
-        with pytest.raises(ValueError, match="threads is 1, but the model's Replicas have 2"):
-            train(replicas, **given, steps=5, threads=1)
-        with pytest.raises(ValueError, match="criterion has parameters of its own"):
-            train(replicas, **{**given, "criterion": Scaled()}, steps=5)
-    assert given["optimizer"].steps == 4
+    optimizer = SGD(model.parameters(), 0.1)
+    batches = iter([reversal(5, seed=n) for n in range(9)])
+    opened = []
+
+    def replicas():
+        opened.append(Replicas(model, 2))
+        return opened[-1]
+
+    train(model, CrossEntropy(PAD), optimizer, batches, 3, replicas=replicas,
+          validate=lambda: float(opened[0].threads), validate_every=1)  # fmt: skip
+    train(model, CrossEntropy(PAD), optimizer, batches, 3, replicas=replicas)  # at its end
+    assert [one.threads for one in opened] == [1]
+    assert optimizer.steps == 3
+
+
+@pytest.mark.usefixtures("_text")
+def test_a_signal_while_the_processes_begin_is_looked_after(monkeypatch):
+    """An update is made and saved, as with a signal at any other time."""
+
+    def stopped(model, threads, batch_size, length):
+        signal.raise_signal(signal.SIGTERM)
+        return Replicas(model)
+
+    monkeypatch.setattr(runs, "open_replicas", stopped)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train-lm", "text.txt", "--out", "m.npz", *SIZES, "--steps", "9"])
+    assert stop.value.code == 128 + signal.SIGTERM
+    assert load_checkpoint("m.npz").optimizer.steps == 1
 
 
 @pytest.mark.usefixtures("_text")
@@ -418,7 +434,7 @@ def test_both_commands_share_out_their_validation(command, monkeypatch, capsys):
     text = capsys.readouterr().out
     opened.clear(), shared.clear()
     assert cli.main([*start, "--resume", "--threads", "2"]) == 0
-    assert (opened, shared) == ([1], [])
+    assert (opened, shared) == ([], [])
     assert validations >= 2
     losses = [next(line for line in out.splitlines() if line.startswith("validation loss"))
               for out in (text, capsys.readouterr().out)]
@@ -435,7 +451,7 @@ def test_both_commands_hand_on_how_many_threads(command, monkeypatch, capsys):
         return Replicas(model)
 
     monkeypatch.setattr(runs, "open_replicas", opened)
-    monkeypatch.setattr(runs, "train", lambda *args, **keywords: None)
+    monkeypatch.setattr(runs, "train", lambda *args, replicas, **keywords: replicas())
     start = [command, "text.txt", "--out", "m.npz", *SIZES, "--batch-size", "6"]
     for options in [], ["--threads", "3"]:
         cli.main([*start, *options])

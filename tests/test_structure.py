@@ -82,7 +82,7 @@ MAY_IMPORT = {
     "page.build": ("core", "files", "trace", "page.formulas", "page.diagram"),
     "page": ("page",),
     "traced": (*MODELS, "text", "trace", "page", "translator"),
-    "runs": (*MODELS, *TOOLS, *ON_MODELS, *PRODUCTS),
+    "runs": (*MODELS, *TOOLS, *ON_MODELS, *PRODUCTS, "replicas"),
     "gradcheck_all": (*MODELS, "gradcheck"),
     "exercises": (),
     "exercises.catalogue": ("core",),
