@@ -490,7 +490,7 @@ def _train(args: argparse.Namespace) -> int:
     report = _show(translator, (held_out or train_pairs)[:5])
     print(f"\ntraining loss {run.progress.loss:.4f}")
     if held_out_ids:
-        loss = run.validation_loss(lambda: _loss(run.model, held_out_ids))
+        loss = run.validation_loss(lambda: _loss(translator.model, held_out_ids))
         print(f"validation loss {loss:.4f}")
         print(f"  of word frequencies alone {_unigram_loss(translator, train_pairs, held_out):.4f}")
         print(f"  with the source hidden    {_loss(_blind(translator.model), held_out_ids):.4f}")

@@ -136,9 +136,9 @@ class Replicas:
         for parameter in self._parameters:
             parameter.forget_grad()
         answers = self._exchange(messages)
-        others = [(worker, written) for worker, (_, written) in zip(self._workers, answers)]
+        workers = self._workers
         for_each(self._parameters, lambda n: self._parameters[n].add_grads(
-            before[n] + [worker.gradients[n] for worker, written in others if written[n]]
+            before[n] + [w.gradients[n] for w, (_, written) in zip(workers, answers) if written[n]]
         ))
         return [result for result, _ in answers]
 

@@ -235,6 +235,8 @@ def train(
                     _replicas(model, criterion, threads, update[0]) if replicas is None
                     else replicas()
                 )
+                if opened.threads > 1 and any(find_parameters(criterion)):
+                    raise ValueError("the criterion has parameters of its own: use threads=1")
             try:
                 loss, count = train_step(
                     opened, criterion, optimizer, update, max_norm=max_norm, rng=rng
@@ -260,10 +262,9 @@ def train(
 def _replicas(
     model: Any, criterion: CrossEntropy, threads: int | None, batch: Batch
 ) -> Replicas:
-    own = any(find_parameters(criterion))
-    if own and threads is not None and threads > 1:
-        raise ValueError("the criterion has parameters of its own: use threads=1")
-    return open_replicas(model, 1 if own else threads, *batch.targets.shape)
+    if threads is None and any(find_parameters(criterion)):  # in other processes copies would learn
+        threads = 1
+    return open_replicas(model, threads, *batch.targets.shape)
 
 
 def open_replicas(model: Layer, threads: int | None, batch_size: int, length: int) -> Replicas:

@@ -397,6 +397,9 @@ def test_a_training_opens_the_replicas_that_it_is_to_use_and_closes_them():
           validate=lambda: float(opened[0].threads), validate_every=1)  # fmt: skip
     train(model, CrossEntropy(PAD), optimizer, batches, 3, replicas=replicas)  # at its end
     assert [one.threads for one in opened] == [1]
+    with pytest.raises(ValueError, match="criterion has parameters of its own"):
+        train(model, Scaled(), optimizer, batches, 4, replicas=replicas)
+    assert opened[1].threads == 1
     assert optimizer.steps == 3
 
 

@@ -97,7 +97,8 @@ class ScaledDotProductAttention(Layer):
         q, k, v, _, A_dropped, softmax, dropout = ctx
         d_k = q.shape[-1]
         dy = as_gradient("dy", dy, (*q.shape[:-1], v.shape[-1]), q.dtype)
-        if dy.ndim > 2 and A_dropped.size > dy.size and self._may_part(A_dropped):
+        many = A_dropped.size > max(q.size, k.size, v.size) and self._may_part(A_dropped)
+        if many and dy.ndim > 2:
             return self._backward_in_parts(ctx, dy)
 
         # 5. context = A_dropped @ v
@@ -116,8 +117,10 @@ class ScaledDotProductAttention(Layer):
 
     def _may_part(self, scores: Array) -> bool:
         """Whether they are many, nobody looks on, and softmax and dropout are those from here."""
-        own = type(self.softmax) is Softmax and type(self.dropout) is Dropout
-        return scores.size > PART and own and not watched()
+        return (
+            scores.size > PART and type(self.softmax) is Softmax and type(self.dropout) is Dropout
+            and not watched()
+        )
 
     def _softmax_in_parts(self, S_masked: Array) -> tuple[Array, SoftmaxContext]:
         """softmax.forward of one part of the rows after the other, in the place of the scores.
